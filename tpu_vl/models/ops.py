@@ -1,0 +1,151 @@
+"""What the families share bit for bit: norms, activations, rotary embeddings, attention in the plain.
+
+All functions are pure and differentiable; sums and norms run in float32 whatever the dtype.
+"""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+def matmul_precision(dtype: Any) -> AbstractContextManager[Any]:
+    """The context in which products of that dtype lose nothing: HIGHEST for float32."""
+    if jnp.dtype(dtype) == jnp.float32:
+        return jax.default_matmul_precision("highest")
+    return nullcontext()
+
+
+def rms_norm(x_XD: jax.Array, weight_D: jax.Array, eps: float) -> jax.Array:
+    """Root-mean-square norm over the last dim, any leading dims.
+
+    Source: transformers 5.24 `Qwen3VLTextRMSNorm` (the weight multiplies the rounded value).
+    """
+    x32 = x_XD.astype(jnp.float32)
+    scale = jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
+    return weight_D * (x32 * scale).astype(x_XD.dtype)
+
+
+def layer_norm(x_XD: jax.Array, weight_D: jax.Array, bias_D: jax.Array, eps: float) -> jax.Array:
+    """Layer norm over the last dim, any leading dims.
+
+    Source: torch `nn.LayerNorm`.
+    """
+    x32 = x_XD.astype(jnp.float32)
+    centred = x32 - jnp.mean(x32, axis=-1, keepdims=True)
+    scale = jax.lax.rsqrt(jnp.mean(centred * centred, axis=-1, keepdims=True) + eps)
+    out = centred * scale * weight_D.astype(jnp.float32) + bias_D.astype(jnp.float32)
+    return out.astype(x_XD.dtype)
+
+
+def silu(x: jax.Array) -> jax.Array:
+    """x * sigmoid(x), rounded once."""
+    return jax.nn.silu(x.astype(jnp.float32)).astype(x.dtype)
+
+
+def gelu_tanh(x: jax.Array) -> jax.Array:
+    """HF's `gelu_pytorch_tanh`, rounded once."""
+    return jax.nn.gelu(x.astype(jnp.float32), approximate=True).astype(x.dtype)
+
+
+def gelu(x: jax.Array) -> jax.Array:
+    """The exact (erf) GELU, rounded once."""
+    return jax.nn.gelu(x.astype(jnp.float32), approximate=False).astype(x.dtype)
+
+
+def gated_mlp(
+    x_TD: jax.Array, gate_DF: jax.Array, up_DF: jax.Array, down_FD: jax.Array
+) -> jax.Array:
+    """down(silu(gate(x)) * up(x))."""
+    gate_TF = silu(jnp.einsum("td,df->tf", x_TD, gate_DF))
+    up_TF = jnp.einsum("td,df->tf", x_TD, up_DF)
+    return jnp.einsum("tf,fd->td", gate_TF * up_TF, down_FD)
+
+
+def inverse_frequencies(width: int, theta: float) -> np.ndarray:
+    """theta ** -(2 i / width) for i in [0, width / 2), float32.
+
+    Args:
+        width: values that the frequencies rotate in pairs; even.
+        theta: base wavelength.
+    """
+    exponent = np.arange(0, width, 2, dtype=np.float32) / np.float32(width)
+    return (np.float32(1.0) / np.float32(theta) ** exponent).astype(np.float32)
+
+
+def interleaved_axes(num_frequencies: int, sections: Sequence[int]) -> np.ndarray:
+    """Which position axis (0 time, 1 row, 2 column) drives each frequency: t h w t h w ... t t.
+
+    Args:
+        num_frequencies: half of the head width.
+        sections: frequencies of time, rows and columns.
+
+    Source: transformers 5.24 `Qwen3VLTextRotaryEmbedding.recomposition_frequencies`.
+    """
+    axes = np.zeros(num_frequencies, dtype=np.int32)
+    for axis in (1, 2):
+        axes[axis : sections[axis] * 3 : 3] = axis
+    return axes
+
+
+def rope_tables(
+    positions_XT: jax.Array, inv_freq: np.ndarray, axes: np.ndarray, dtype: Any
+) -> tuple[jax.Array, jax.Array]:
+    """Cosines and sines [T, H] of the text rotary embedding.
+
+    Args:
+        positions_XT: int32; X = 3 (time, row, column), or 1: plain positions.
+        inv_freq: float32 [H / 2].
+        axes: int32 [H / 2], from `interleaved_axes`; unused when X = 1.
+        dtype: of the tables, as HF casts them to the hidden dtype.
+    """
+    chosen = axes if positions_XT.shape[0] == 3 else np.zeros_like(axes)
+    angles = positions_XT.astype(jnp.float32)[chosen].T * inv_freq
+    angles_TH = jnp.concatenate([angles, angles], axis=-1)
+    return jnp.cos(angles_TH).astype(dtype), jnp.sin(angles_TH).astype(dtype)
+
+
+def vision_rope_tables(coords_2P: jax.Array, inv_freq: np.ndarray) -> tuple[jax.Array, jax.Array]:
+    """Cosines and sines [P, H] of the tower's rotary embedding over rows and columns, float32.
+
+    Args:
+        coords_2P: int32 row and column of each patch.
+        inv_freq: float32 [H / 4].
+
+    Source: transformers 5.24 `Qwen3VLVisionRotaryEmbedding`.
+    """
+    angles = coords_2P.astype(jnp.float32)[:, :, None] * inv_freq
+    angles_PH = jnp.concatenate([angles[0], angles[1], angles[0], angles[1]], axis=-1)
+    return jnp.cos(angles_PH), jnp.sin(angles_PH)
+
+
+def rotate(x_TNH: jax.Array, cos_TH: jax.Array, sin_TH: jax.Array) -> jax.Array:
+    """Rotates the two halves of each head, in the dtype of the tables; returns the dtype of x."""
+    x = x_TNH.astype(cos_TH.dtype)
+    first, second = jnp.split(x, 2, axis=-1)
+    turned = jnp.concatenate([-second, first], axis=-1)
+    return (x * cos_TH[:, None] + turned * sin_TH[:, None]).astype(x_TNH.dtype)
+
+
+def causal_attention(
+    q_TNH: jax.Array, k_TKH: jax.Array, v_TKH: jax.Array, segments_T: jax.Array, *, scale: float
+) -> jax.Array:
+    """Dense causal attention inside segments: for training, where nothing is cached.
+
+    Args:
+        q_TNH, k_TKH, v_TKH: N is a multiple of K.
+        segments_T: int32; a token sees earlier tokens (and itself) of its own segment only.
+        scale: of the scores.
+    """
+    num_tokens, num_heads, width = q_TNH.shape
+    num_kv_heads = k_TKH.shape[1]
+    q_TKGH = q_TNH.reshape(num_tokens, num_kv_heads, num_heads // num_kv_heads, width)
+    scores = jnp.einsum("tkgh,skh->kgts", q_TKGH, k_TKH, preferred_element_type=jnp.float32)
+    order = jnp.arange(num_tokens)
+    seen = (order[:, None] >= order[None]) & (segments_T[:, None] == segments_T[None])
+    weights = jax.nn.softmax(jnp.where(seen, scores * scale, -jnp.inf), axis=-1)
+    out = jnp.einsum("kgts,skh->tkgh", weights.astype(v_TKH.dtype), v_TKH)
+    return out.reshape(num_tokens, num_heads, width)
