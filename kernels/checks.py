@@ -1,4 +1,4 @@
-"""Static checks shared by the ops: each failure states the invariant and the value that broke it."""
+"""Static checks shared by the ops: a failure states the invariant and the offending value."""
 
 from typing import Any
 

@@ -16,7 +16,10 @@ if importlib.util.find_spec("torch") is not None:
 
     torch.set_num_threads(1)
     if importlib.util.find_spec("torchvision") is not None:
-        # The torchvision wheel beside a CPU build of torch registers a fake for `nms`, whose
-        # schema only its missing C++ library defines.
+        # The torchvision wheel beside a CPU build of torch registers fakes for these operators,
+        # whose schemas only its missing C++ library defines.
         _torchvision_ops = torch.library.Library("torchvision", "DEF")
-        _torchvision_ops.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+        for _name in ("nms", "qnms"):
+            _torchvision_ops.define(
+                f"{_name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
+            )

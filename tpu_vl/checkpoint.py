@@ -36,14 +36,18 @@ class Checkpoint:
     preprocessor: Mapping[str, Any] | None
     video_preprocessor: Mapping[str, Any] | None
 
-    def eos_token_ids(self) -> tuple[int, ...]:
-        """Ids that end an answer: generation_config.json's, else config.json's."""
-        found = self.generation.get("eos_token_id", self.config.get("eos_token_id"))
-        if found is None:
-            found = self.config.get("text_config", {}).get("eos_token_id")
-        if found is None:
-            return ()
-        return tuple(found) if isinstance(found, list) else (int(found),)
+    def max_positions(self) -> int:
+        """The context that the model was made for, in tokens.
+
+        Raises:
+            ConfigError: config.json does not say.
+        """
+        text = self.config.get("text_config", self.config)
+        if not isinstance(text.get("max_position_embeddings"), int):
+            raise ConfigError(
+                f"{self.folder}/config.json has no max_position_embeddings in its text section"
+            )
+        return text["max_position_embeddings"]
 
     def sampling_defaults(self) -> dict[str, object]:
         """The sampling values that generation_config.json sets."""

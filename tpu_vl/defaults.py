@@ -85,31 +85,53 @@ def dtype_of(flags: ServeFlags, platform: str) -> DType:
     return "float32" if flags.dtype == "float32" else "bfloat16"
 
 
-def media_counts(flags: ServeFlags) -> dict[str, int]:
-    """Media per request that `--limit-mm-per-prompt` allows.
+def media_limits(flags: ServeFlags, max_frame_patches: int) -> MediaLimits:
+    """What the front end accepts as media.
+
+    Args:
+        flags: the operator's limits.
+        max_frame_patches: the largest tower capacity; 0 in a text-only process.
 
     Raises:
-        ConfigError: not a JSON object of image and video counts.
+        ConfigError: `--limit-mm-per-prompt` is none that can be kept.
     """
     base = MediaLimits()
-    counts = {"image": base.max_images, "video": base.max_videos}
-    if flags.limit_mm_per_prompt is None:
-        return counts
+    given = _prompt_limits(flags)
+    return MediaLimits(
+        max_images=given["image"].get("count", base.max_images),
+        max_videos=given["video"].get("count", base.max_videos),
+        max_video_frames=given["video"].get("num_frames", base.max_video_frames),
+        max_bytes=flags.max_media_mb << 20,
+        max_request_patches=flags.max_request_patches or base.max_request_patches,
+        max_frame_patches=max_frame_patches,
+        fetch_timeout_s=flags.media_fetch_timeout_s,
+        allowed_local_media_path=flags.allowed_local_media_path,
+        allow_private_addresses=flags.allow_private_media_addresses,
+    )
+
+
+def _prompt_limits(flags: ServeFlags) -> dict[str, dict[str, int]]:
+    """`--limit-mm-per-prompt` as {modality: {"count": ..., "num_frames": ...}}, keys as given."""
+    known = {"image": {"count"}, "video": {"count", "num_frames"}}
+    limits: dict[str, dict[str, int]] = {"image": {}, "video": {}}
     try:
-        given = json.loads(flags.limit_mm_per_prompt)
-        given = {k: v["count"] if isinstance(v, dict) else v for k, v in given.items()}
-    except (ValueError, AttributeError, KeyError, TypeError):
-        given = {"": None}
-    if not all(k in counts and type(v) is int and v >= 0 for k, v in given.items()):
+        given = json.loads(flags.limit_mm_per_prompt or "{}")
+        for modality, value in given.items():
+            limits[modality] = value if isinstance(value, dict) else {"count": value}
+            numbers = [type(n) is int and n >= 0 for n in limits[modality].values()]
+            if not all(numbers) or set(limits[modality]) - known[modality]:
+                raise ValueError(modality)
+    except (ValueError, AttributeError, KeyError) as error:
         raise ConfigError(
             f"--limit-mm-per-prompt {flags.limit_mm_per_prompt!r} must be JSON with the keys image "
-            'and video and counts >= 0, such as {"image": 8, "video": 0}'
-        )
-    return counts | given
+            "and video and counts >= 0, for videos also frames, such as "
+            '{"image": 8, "video": {"count": 1, "num_frames": 64}}'
+        ) from error
+    return limits
 
 
 def fit_processor(
-    processor: ProcessorConfig, flags: ServeFlags, max_frame_patches: int
+    processor: ProcessorConfig, flags: ServeFlags, limits: MediaLimits
 ) -> ProcessorConfig:
     """The processor bounds under the operator's token flags and the largest tower capacity.
 
@@ -117,7 +139,7 @@ def fit_processor(
     of one temporal group may hold, so that smaller limits shrink media instead of refusing them.
     """
     cell = processor.factor**2
-    frame_pixels = max_frame_patches * processor.patch_size**2
+    frame_pixels = limits.max_frame_patches * processor.patch_size**2
     low, high = processor.image_min_pixels, processor.image_max_pixels
     if flags.image_min_tokens is not None:
         low = flags.image_min_tokens * cell
@@ -128,7 +150,7 @@ def fit_processor(
         raise ConfigError(
             f"pictures of {low} to {high} pixels ({low // cell} to {high // cell} tokens) are "
             "none: --image-min-tokens must be positive and not above --image-max-tokens, and "
-            f"--max-frame-patches ({max_frame_patches}) not below the former"
+            f"--max-frame-patches ({limits.max_frame_patches}) not below the former"
         )
     video_high = min(processor.video_max_pixels, frame_pixels * processor.temporal_patch_size)
     return dataclasses.replace(
@@ -137,6 +159,8 @@ def fit_processor(
         image_max_pixels=high,
         video_min_pixels=min(processor.video_min_pixels, video_high),
         video_max_pixels=video_high,
+        video_min_frames=min(processor.video_min_frames, limits.max_video_frames),
+        video_max_frames=min(processor.video_max_frames, limits.max_video_frames),
     )
 
 

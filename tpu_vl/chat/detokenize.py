@@ -1,6 +1,7 @@
 """Token ids to text as they arrive: whole characters only, stop strings held back."""
 
 import codecs
+from collections import deque
 from dataclasses import dataclass
 
 from tpu_vl.chat.tokenizer import Tokenizer
@@ -51,50 +52,55 @@ class Detokenizer:
         self._min_tokens = min_tokens
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._held = ""
-        self._num_held_tokens = 0
         self._num_tokens = 0
+        self._num_chars = 0
+        self._ends: deque[int] = deque()
 
     def push(self, token_id: int) -> TextDelta:
         """Adds one token."""
         skip = self._skip_special_tokens and self._tokenizer.is_special(token_id)
         data = b"" if skip else self._tokenizer.token_bytes(token_id)
+        text = self._decoder.decode(data)
         self._num_tokens += 1
-        self._num_held_tokens += 1
-        return self._release(self._decoder.decode(data))
+        # A token that ends inside a character is sent in full with that character.
+        inside = bool(self._decoder.getstate()[0])
+        self._ends.append(self._num_chars + len(text) + inside)
+        return self._release(text)
 
     def finish(self) -> TextDelta:
         """The rest of the text when the answer ends otherwise than by a stop string."""
         delta = self._release(self._decoder.decode(b"", final=True))
         if delta.stop is not None:
             return delta
-        text, self._held = delta.text + self._held, ""
-        released, self._num_held_tokens = delta.num_released + self._num_held_tokens, 0
-        return TextDelta(text=text, num_released=released)
+        rest = TextDelta(
+            text=delta.text + self._held, num_released=delta.num_released + len(self._ends)
+        )
+        self._held = ""
+        self._ends.clear()
+        return rest
 
     def _release(self, new_text: str) -> TextDelta:
-        if self._num_tokens <= self._min_tokens:
-            return self._give(self._held + new_text, "")
+        self._num_chars += len(new_text)
         text = self._held + new_text
+        if self._num_tokens <= self._min_tokens:
+            return self._give(text, len(text))
         found = [(text.index(stop), -len(stop), stop) for stop in self._stop if stop in text]
         if found:
             start, _, stop = min(found)
-            end = start + len(stop) if self._include_stop_str else start
+            given = self._give(text, start + len(stop) if self._include_stop_str else start)
             self._held = ""
-            return TextDelta(
-                text=text[:end],
-                num_released=self._num_held_tokens if self._include_stop_str else 0,
-                stop=stop,
-            )
-        keep = max((_overlap(text, stop) for stop in self._stop), default=0)
-        return self._give(text[: len(text) - keep], text[len(text) - keep :])
+            return TextDelta(text=given.text, num_released=given.num_released, stop=stop)
+        return self._give(text, len(text) - max((_overlap(text, s) for s in self._stop), default=0))
 
-    def _give(self, text: str, held: str) -> TextDelta:
-        self._held = held
-        pending = bool(held) or bool(self._decoder.getstate()[0])
-        # Tokens are released with the last of their text; until then their log-probabilities wait.
-        released = 0 if pending else self._num_held_tokens
-        self._num_held_tokens -= released
-        return TextDelta(text=text, num_released=released)
+    def _give(self, text: str, end: int) -> TextDelta:
+        """Sends the text up to `end`, holds the rest, and counts the tokens that are now out."""
+        self._held = text[end:]
+        sent = self._num_chars - len(self._held)
+        released = 0
+        while self._ends and self._ends[0] <= sent:
+            self._ends.popleft()
+            released += 1
+        return TextDelta(text=text[:end], num_released=released)
 
 
 def _overlap(text: str, stop: str) -> int:

@@ -21,13 +21,13 @@ class MediaTokens:
         kind: image or video.
         num_frames: temporal groups; 1 for an image.
         tokens_per_frame: merged grid cells of one frame.
-        timestamps_s: one per frame, in seconds; () for an image.
+        frame_texts: the timestamp text before each frame; () for an image.
     """
 
     kind: MediaKind
     num_frames: int
     tokens_per_frame: int
-    timestamps_s: tuple[float, ...] = ()
+    frame_texts: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +93,7 @@ def _append_medium(
     spans: list[MediaSpan] = []
     for frame in range(medium.num_frames):
         if medium.kind == "video":
-            ids.extend(tokenizer.encode(f"<{medium.timestamps_s[frame]:.1f} seconds>"))
+            ids.extend(tokenizer.encode(medium.frame_texts[frame]))
             ids.append(tokenizer.special_id(_START))
         spans.append(
             MediaSpan(
@@ -115,7 +115,7 @@ def _check_counts(kinds: Sequence[str], media: Sequence[MediaTokens]) -> None:
         if kinds.count(kind) != sent.count(kind):
             raise RequestError(
                 f"the prompt has {kinds.count(kind)} {kind} placeholders for {sent.count(kind)} "
-                f"{kind}s of the request; send each {kind} in a message that the chat template shows",
+                f"{kind}s of the request; send each {kind} where the chat template shows it",
                 param="messages",
             )
     if list(kinds) != sent:

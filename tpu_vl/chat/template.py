@@ -19,9 +19,26 @@ from tpu_vl.types import Message, TextPart
 
 # Names that the server itself passes, or that select how a prompt is made: never a client's.
 _RESERVED = frozenset(
-    "messages tools documents add_generation_prompt continue_final_message tokenize chat_template "
-    "return_dict return_tensors padding truncation max_length raise_exception strftime_now "
-    "bos_token eos_token pad_token unk_token".split()
+    {
+        "messages",
+        "tools",
+        "documents",
+        "add_generation_prompt",
+        "continue_final_message",
+        "tokenize",
+        "chat_template",
+        "return_dict",
+        "return_tensors",
+        "padding",
+        "truncation",
+        "max_length",
+        "raise_exception",
+        "strftime_now",
+        "bos_token",
+        "eos_token",
+        "pad_token",
+        "unk_token",
+    }
 )
 
 
@@ -117,8 +134,8 @@ class ChatTemplate:
             if name not in self.client_kwargs:
                 allowed = ", ".join(sorted(self.client_kwargs)) or "none"
                 raise RequestError(
-                    f"chat_template_kwargs.{name} is not an argument of this model's chat template; "
-                    f"those that can be set: {allowed}",
+                    f"chat_template_kwargs.{name} is not an argument of this model's chat "
+                    f"template; those that can be set: {allowed}",
                     param=f"chat_template_kwargs.{name}",
                 )
 

@@ -1,4 +1,4 @@
-"""The checkpoint's tokenizer: text to ids without special tokens, special ids by name, ids to bytes."""
+"""The checkpoint's tokenizer: plain text to ids, special ids by name, ids to bytes."""
 
 import functools
 import json
@@ -85,8 +85,8 @@ class Tokenizer:
         kinds = {decoder.get("type")} | {d.get("type") for d in decoder.get("decoders", ())}
         if "ByteLevel" not in kinds:
             raise CheckpointError(
-                f"the tokenizer in {self._folder} decodes with {decoder.get('type')}, not ByteLevel; "
-                "serve a checkpoint with a byte-level BPE such as Qwen's"
+                f"the tokenizer in {self._folder} decodes with {decoder.get('type')}, not "
+                "ByteLevel; serve a checkpoint with a byte-level BPE such as Qwen's"
             )
 
     def _read_eos_ids(self) -> tuple[int, ...]:

@@ -5,9 +5,11 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-# One merged cell is 32 x 32 pixels: a picture becomes 4 to 16 of them, and so does a video.
-IMAGE_PIXELS = {"shortest_edge": 64 * 64, "longest_edge": 128 * 128}
-VIDEO_PIXELS = {"shortest_edge": 2 * 64 * 64, "longest_edge": 8 * 64 * 64}
+from tpu_vl.config import ProcessorConfig
+
+# One merged cell is 32 x 32 pixels: a picture becomes 4 to 9 of them, a video about as many.
+IMAGE_PIXELS = {"shortest_edge": 64 * 64, "longest_edge": 96 * 96}
+VIDEO_PIXELS = {"shortest_edge": 2 * 64 * 64, "longest_edge": 4 * 64 * 64}
 MAX_FRAMES = 16
 MAX_POSITIONS = 4096
 
@@ -27,8 +29,8 @@ def model_config(tokenizer: Tokenizer) -> dict[str, object]:
             "dtype": "bfloat16",
             "vocab_size": tokenizer.get_vocab_size(),
             "hidden_size": 128,
-            "intermediate_size": 384,
-            "num_hidden_layers": 4,
+            "intermediate_size": 256,
+            "num_hidden_layers": 2,
             "num_attention_heads": 4,
             "num_key_value_heads": 2,
             "head_dim": 32,
@@ -51,10 +53,10 @@ def model_config(tokenizer: Tokenizer) -> dict[str, object]:
         },
         "vision_config": {
             "model_type": "qwen3_vl_vision",
-            "depth": 4,
+            "depth": 3,
             "hidden_size": 128,
             "hidden_act": "gelu_pytorch_tanh",
-            "intermediate_size": 384,
+            "intermediate_size": 256,
             "num_heads": 4,
             "in_channels": 3,
             "patch_size": 16,
@@ -62,10 +64,22 @@ def model_config(tokenizer: Tokenizer) -> dict[str, object]:
             "spatial_merge_size": 2,
             "out_hidden_size": 128,
             "num_position_embeddings": 64,
-            "deepstack_visual_indexes": [1, 2],
+            "deepstack_visual_indexes": [0, 1],
             "initializer_range": 0.02,
         },
     }
+
+
+def processor_config() -> ProcessorConfig:
+    """What a server reads from the processors' files, for training on the same pixels."""
+    return ProcessorConfig(
+        image_min_pixels=IMAGE_PIXELS["shortest_edge"],
+        image_max_pixels=IMAGE_PIXELS["longest_edge"],
+        video_min_pixels=VIDEO_PIXELS["shortest_edge"],
+        video_max_pixels=VIDEO_PIXELS["longest_edge"],
+        video_min_frames=MAX_FRAMES,
+        video_max_frames=MAX_FRAMES,
+    )
 
 
 def _processor(kind: str, size: dict[str, int]) -> dict[str, object]:

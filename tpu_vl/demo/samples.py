@@ -19,6 +19,8 @@ IMAGE_SIDES = (32, 512)
 VIDEO_SIDES = (32, 128)
 VIDEO_FRAMES = (2, 16)
 VIDEO_RATES = (2.0, 4.0, 5.0, 8.0, 10.0, 12.5, 15.0, 24.0, 25.0, 30.0)
+MAX_ASPECT = 2.0
+MAX_TURN = math.radians(25)
 _MASK_SCALE = 4
 
 
@@ -45,9 +47,7 @@ class Sample:
 
     def answer(self, task: str) -> str:
         """The right answer to a task of `words.QUESTIONS`."""
-        return words.answer(
-            task, shape=self.shape, colour=self.colour, direction=self.direction
-        )
+        return words.answer(task, shape=self.shape, colour=self.colour, direction=self.direction)
 
 
 def generator(split: Split, kind: int, index: int) -> np.random.Generator:
@@ -63,13 +63,12 @@ def image(split: Split, index: int) -> Sample:
         index: number of the sample in its split, >= 0.
     """
     rng = generator(split, _IMAGE, index)
-    width, height = _side(rng, IMAGE_SIDES), _side(rng, IMAGE_SIDES)
-    shortest = min(width, height)
-    radius = shortest * rng.uniform(0.26, 0.46)
+    width, height = _size(rng, IMAGE_SIDES)
+    radius = min(width, height) * rng.uniform(0.3, 0.46)
     centre = (rng.uniform(radius, width - radius), rng.uniform(radius, height - radius))
     shape, colour, rgb = _subject(rng)
     canvas = _background(rng, width, height)
-    _draw(canvas, shape, rgb, centre, radius, rng.uniform(0, 2 * math.pi))
+    _draw(canvas, shape, rgb, centre, radius, rng.uniform(-MAX_TURN, MAX_TURN))
     return Sample(
         frames=(Image.fromarray(_to_uint8(canvas)),),
         rate=0.0,
@@ -84,7 +83,7 @@ def image(split: Split, index: int) -> Sample:
 def video(split: Split, index: int) -> Sample:
     """A clip of 2 to 16 frames of 32 to 128 pixels a side with a shape moving along one axis.
 
-    The shape travels at least a quarter of the side that it moves along.
+    The shape travels at least a third of the side that it moves along.
 
     Args:
         split: "train" or "heldout".
@@ -92,13 +91,13 @@ def video(split: Split, index: int) -> Sample:
     """
     rng = generator(split, _VIDEO, index)
     # Even sides, because the usual video formats store colour at half the resolution.
-    width, height = (2 * (_side(rng, VIDEO_SIDES) // 2) for _ in range(2))
+    width, height = (2 * (side // 2) for side in _size(rng, VIDEO_SIDES))
     num_frames = int(rng.integers(VIDEO_FRAMES[0], VIDEO_FRAMES[1] + 1))
-    radius = min(width, height) * rng.uniform(0.16, 0.28)
+    radius = min(width, height) * rng.uniform(0.18, 0.28)
     direction = str(rng.choice(list(words.DIRECTIONS)))
     shape, colour, rgb = _subject(rng)
     canvas = _background(rng, width, height)
-    angle = rng.uniform(0, 2 * math.pi)
+    angle = rng.uniform(-MAX_TURN, MAX_TURN)
     centres = _path(rng, direction, (width, height), radius, num_frames)
     frames = []
     for centre in centres:
@@ -116,9 +115,13 @@ def video(split: Split, index: int) -> Sample:
     )
 
 
-def _side(rng: np.random.Generator, bounds: tuple[int, int]) -> int:
+def _size(rng: np.random.Generator, bounds: tuple[int, int]) -> tuple[int, int]:
+    """Width and height between the bounds, in a ratio of at most `MAX_ASPECT`."""
     low, high = bounds
-    return round(math.exp(rng.uniform(math.log(low), math.log(high))))
+    first = math.exp(rng.uniform(math.log(low), math.log(high)))
+    second = first * MAX_ASPECT ** rng.uniform(-1, 1)
+    width, height = (round(min(max(side, low), high)) for side in (first, second))
+    return width, height
 
 
 def _subject(rng: np.random.Generator) -> tuple[str, str, np.ndarray]:
@@ -129,19 +132,19 @@ def _subject(rng: np.random.Generator) -> tuple[str, str, np.ndarray]:
 
 
 def _background(rng: np.random.Generator, width: int, height: int) -> np.ndarray:
-    """A greyish canvas: plain, a gentle gradient, noise, or a gradient with noise."""
-    grey = rng.uniform(20, 235)
+    """A light, greyish canvas: plain, a gentle gradient, noise, or a gradient with noise."""
+    grey = rng.uniform(165, 235)
     base = grey + rng.uniform(-14, 14, 3)
     canvas = np.broadcast_to(base.astype(np.float32), (height, width, 3)).copy()
     style = rng.integers(4)
     if style in (1, 3):
-        angle, depth = rng.uniform(0, 2 * math.pi), rng.uniform(10, 40)
+        angle, depth = rng.uniform(0, 2 * math.pi), rng.uniform(8, 25)
         rows = np.linspace(-1, 1, height, dtype=np.float32)[:, None]
         columns = np.linspace(-1, 1, width, dtype=np.float32)[None]
         canvas += (depth * (math.cos(angle) * columns + math.sin(angle) * rows))[..., None]
     if style in (2, 3):
         noise = rng.standard_normal((height, width, 1), np.float32)
-        canvas += noise * np.float32(rng.uniform(2, 10))
+        canvas += noise * np.float32(rng.uniform(2, 8))
     return canvas
 
 
@@ -156,7 +159,7 @@ def _path(
     step = words.DIRECTIONS[direction]
     axis = 0 if step[0] else 1
     room = size[axis] - 2 * radius
-    travel = rng.uniform(0.25 * size[axis], room)
+    travel = rng.uniform(size[axis] / 3, room)
     first = radius + rng.uniform(0, room - travel)
     along = first + travel * np.linspace(0, 1, num_frames)
     if step[axis] < 0:
@@ -167,14 +170,14 @@ def _path(
 
 
 def _outline(shape: str, angle: float) -> np.ndarray:
-    """Corners of a shape in the unit circle, turned by an angle; not for circles."""
+    """Corners of an upright shape in the unit circle, turned by an angle; not for circles."""
 
     def at(turns: np.ndarray, radii: np.ndarray | float = 1.0) -> np.ndarray:
-        phase = turns * 2 * math.pi + angle
+        phase = turns * 2 * math.pi + angle - math.pi / 2
         return np.stack([np.cos(phase) * radii, np.sin(phase) * radii], axis=-1)
 
     if shape == "square":
-        return at(np.arange(4) / 4)
+        return at(np.arange(4) / 4 + 1 / 8)
     if shape == "triangle":
         return at(np.arange(3) / 3)
     if shape == "star":
@@ -185,7 +188,9 @@ def _outline(shape: str, angle: float) -> np.ndarray:
     corners = []
     for turn in range(4):
         phase = turn * math.pi / 2 + angle
-        rotation = np.array([(math.cos(phase), -math.sin(phase)), (math.sin(phase), math.cos(phase))])
+        rotation = np.array(
+            [(math.cos(phase), -math.sin(phase)), (math.sin(phase), math.cos(phase))]
+        )
         corners.append(quarter @ rotation.T)
     return np.concatenate(corners)
 
@@ -200,7 +205,10 @@ def _draw(
 ) -> None:
     """Blends an anti-aliased shape into a float canvas, in place."""
     height, width = canvas.shape[:2]
-    left, top = max(0, math.floor(centre[0] - radius) - 1), max(0, math.floor(centre[1] - radius) - 1)
+    left, top = (
+        max(0, math.floor(centre[0] - radius) - 1),
+        max(0, math.floor(centre[1] - radius) - 1),
+    )
     right = min(width, math.ceil(centre[0] + radius) + 1)
     bottom = min(height, math.ceil(centre[1] + radius) + 1)
     scale = _MASK_SCALE

@@ -31,6 +31,9 @@ MAX_LOGPROBS = 20
 UNCOUNTED, PROMPT_TOKEN, ANSWER_TOKEN = 0, 1, 2
 """How a token of a text batch enters the counts that penalties read."""
 
+PROMPT_BIT = 1 << 15
+"""Bit of a count that says: the token is in the prompt; the lower bits count answer tokens."""
+
 NO_TOKEN = np.iinfo(np.int32).max
 """A token id that no vocabulary holds: scatters drop it."""
 

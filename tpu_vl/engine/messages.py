@@ -18,7 +18,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
         stop_token_ids: ids that end the answer (the model's end tokens unless `ignore_eos`).
         seed: uint32.
         num_logprobs: -1: none; otherwise alternatives per token, 0 to 20.
-        logit_bias: (token id, value) pairs, at most `programs.BIAS_CAPACITY` of them.
+        logit_bias: (token id, value) pairs, at most `layout.BIAS_CAPACITY` of them.
         The other fields are those of `tpu_vl.types.SamplingParams`.
     """
 

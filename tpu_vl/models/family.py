@@ -1,4 +1,4 @@
-"""The record that a model family exports: the only thing that the rest of the project knows of it."""
+"""The record that a model family exports: all that the rest of the project knows of it."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""What the families share bit for bit: norms, activations, rotary embeddings, attention in the plain.
+"""What the families share bit for bit: norms, activations, rotary embeddings, plain attention.
 
 All functions are pure and differentiable; sums and norms run in float32 whatever the dtype.
 """

@@ -1,0 +1,66 @@
+"""Compiling for TPUs on a machine that has none: what a subprocess with libtpu needs.
+
+A test runs a script in a process of its own (`run_script`), so that libtpu never enters the
+process that runs the tests; the script makes its mesh with `tpu_topology_mesh`.
+"""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+from jax.experimental import topologies
+from jax.sharding import Mesh
+
+from tpu_vl.mesh import make_mesh
+
+ROOT = Path(__file__).resolve().parents[1]
+ACCELERATOR_TYPES = {"v5e:2x2": "v5litepod-4", "v6e:2x2": "v6e-4", "v5p:2x2x1": "v5p-8"}
+
+
+def have_libtpu() -> bool:
+    """Whether the compiler is installed: `pip install jax[tpu]` (Linux on x86-64 only)."""
+    return importlib.util.find_spec("libtpu") is not None
+
+
+def tpu_topology_mesh(topology: str, tp: int) -> Mesh:
+    """The project's mesh over the first `tp` described, absent devices of a topology."""
+    described = topologies.get_topology_desc(platform="tpu", topology_name=topology)
+    return make_mesh(tp, described.devices)
+
+
+def on(array: jax.ShapeDtypeStruct, mesh: Mesh, *axes: str | None) -> jax.ShapeDtypeStruct:
+    """An abstract array placed on the mesh by the axis of each dim."""
+    spec = jax.sharding.PartitionSpec(*axes)
+    return jax.ShapeDtypeStruct(
+        array.shape, array.dtype, sharding=jax.sharding.NamedSharding(mesh, spec)
+    )
+
+
+def run_script(script: str, *args: str, topology: str = "v6e:2x2", timeout_s: float = 240) -> str:
+    """Runs Python source in an environment fit for `tpu_topology_mesh`; returns its output.
+
+    Raises:
+        AssertionError: the script failed; the message carries what it wrote.
+    """
+    settings = {
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": "",
+        "TPU_SKIP_MDS_QUERY": "1",
+        "TPU_ACCELERATOR_TYPE": ACCELERATOR_TYPES[topology],
+        "TPU_WORKER_HOSTNAMES": "localhost",
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", script, *args],
+        env=os.environ | settings,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+    )
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    return done.stdout

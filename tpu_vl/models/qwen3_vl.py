@@ -1,0 +1,554 @@
+"""Qwen3-VL dense: the language model, its config and the record of the family.
+
+Dims: T packed tokens, D width, N query heads, K kv heads, H head width, F mlp, V vocabulary,
+X position axes, R rows.
+
+Source: transformers 5.24 models/qwen3_vl/modeling_qwen3_vl.py, `Qwen3VLTextModel` and
+`Qwen3VLModel`. Deviations: media rows are gathered from the pool by index instead of scattered by
+mask, and only the wanted rows reach the final norm.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from tpu_vl import tree
+from tpu_vl.errors import ConfigError
+from tpu_vl.kernels.paged_attention.api import paged_attention
+from tpu_vl.mesh import MODEL
+from tpu_vl.models import ops, qwen3_vision
+from tpu_vl.models.family import (
+    Backend,
+    EncodeInputs,
+    Family,
+    PagedCache,
+    TensorMap,
+    TextInputs,
+    VisionGeometry,
+)
+from tpu_vl.models.hf_config import Section
+from tpu_vl.models.qwen3_vision import VisionConfig, VisionParams
+from tpu_vl.tree import pytree
+
+DEFAULT_SECTIONS = (24, 20, 20)
+AXES = {"N": MODEL, "K": MODEL, "F": MODEL, "U": MODEL, "V": MODEL}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextConfig:
+    """Sizes of the language model.
+
+    Args:
+        num_layers, width, num_heads, num_kv_heads, head_dim, mlp_width, vocab_size: sizes.
+        norm_eps: of every RMS norm.
+        rope_theta: base wavelength.
+        rope_sections: rotary frequencies of time, rows and columns.
+        max_positions: context that the checkpoint was trained for, in tokens.
+    """
+
+    num_layers: int
+    width: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    mlp_width: int
+    vocab_size: int
+    norm_eps: float
+    rope_theta: float
+    rope_sections: tuple[int, int, int]
+    max_positions: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class MediaIds:
+    """Token ids that stand for media in a prompt."""
+
+    image: int
+    video: int
+    vision_start: int
+    vision_end: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Qwen3VLConfig:
+    """The whole model; `vision` and `ids` are None in a text-only process."""
+
+    text: TextConfig
+    vision: VisionConfig | None
+    ids: MediaIds | None
+    tie_word_embeddings: bool
+
+
+@pytree
+class TextLayer:
+    """One decoder layer."""
+
+    input_norm_D: jax.Array
+    q_DNH: jax.Array
+    k_DKH: jax.Array
+    v_DKH: jax.Array
+    o_NHD: jax.Array
+    q_norm_H: jax.Array
+    k_norm_H: jax.Array
+    post_norm_D: jax.Array
+    gate_DF: jax.Array
+    up_DF: jax.Array
+    down_FD: jax.Array
+
+
+@pytree
+class TextParams:
+    """The language model; `head_VD` is None when the embedding is also the output matrix."""
+
+    embed_VD: jax.Array
+    layers: tuple[TextLayer, ...]
+    final_norm_D: jax.Array
+    head_VD: jax.Array | None
+
+
+@pytree
+class Params:
+    """The whole model; `vision` is None in a text-only process."""
+
+    text: TextParams
+    vision: VisionParams | None
+
+
+def parse_config(
+    config: Mapping[str, Any],
+    *,
+    with_vision: bool = True,
+    preprocessor: Mapping[str, Any] | None = None,
+) -> Qwen3VLConfig:
+    """Reads a config.json of model type `qwen3_vl` or `qwen3_vl_text`.
+
+    Args:
+        config: config.json as a dict, of either spelling of the rotary settings.
+        with_vision: False leaves the vision section untouched and `vision` None; so does a
+            config without one.
+        preprocessor: preprocessor_config.json, for the pixel mean and deviation.
+
+    Raises:
+        ConfigError: a key is missing or has a value that the model does not compute.
+    """
+    outer = Section(config, "config.json")
+    if outer.has("quantization_config"):
+        raise ConfigError(
+            "config.json has a quantization_config: quantised checkpoints are not supported by "
+            "this family; use the bfloat16 checkpoint of the model"
+        )
+    text = outer.section("text_config") if outer.has("text_config") else outer
+    tied = outer if outer.has("tie_word_embeddings") else text
+    tied.must_be("tie_word_embeddings", True, False)
+    cfg = Qwen3VLConfig(
+        text=_parse_text_config(text),
+        vision=None,
+        ids=None,
+        tie_word_embeddings=bool(tied.values.get("tie_word_embeddings")),
+    )
+    if not (with_vision and outer.has("vision_config")):
+        return cfg
+    vision = qwen3_vision.parse_vision_config(outer.section("vision_config"), preprocessor)
+    _check_vision_fits(cfg.text, vision)
+    ids = MediaIds(
+        image=outer.token_id("image_token_id"),
+        video=outer.token_id("video_token_id"),
+        vision_start=outer.token_id("vision_start_token_id"),
+        vision_end=outer.token_id("vision_end_token_id"),
+    )
+    return Qwen3VLConfig(
+        text=cfg.text, vision=vision, ids=ids, tie_word_embeddings=cfg.tie_word_embeddings
+    )
+
+
+def _parse_text_config(section: Section) -> TextConfig:
+    section.must_be("attention_bias", False)
+    section.must_be("hidden_act", "silu")
+    new_style = section.has("rope_parameters")
+    old = section.section("rope_scaling") if section.has("rope_scaling") else Section({}, "")
+    rope = section.section("rope_parameters") if new_style else old
+    rope.must_be("rope_type", "default", "mrope")
+    rope.must_be("type", "default", "mrope")
+    rope.must_be("mrope_interleaved", True)
+    sections = rope.indices("mrope_section") if rope.has("mrope_section") else DEFAULT_SECTIONS
+    if len(sections) != 3:
+        raise ConfigError(f"{rope.name}: mrope_section is {sections}; three sizes are needed")
+    cfg = TextConfig(
+        num_layers=section.size("num_hidden_layers"),
+        width=section.size("hidden_size"),
+        num_heads=section.size("num_attention_heads"),
+        num_kv_heads=section.size("num_key_value_heads"),
+        head_dim=section.size("head_dim"),
+        mlp_width=section.size("intermediate_size"),
+        vocab_size=section.size("vocab_size"),
+        norm_eps=section.number("rms_norm_eps"),
+        rope_theta=(rope if rope.has("rope_theta") else section).number("rope_theta"),
+        rope_sections=(sections[0], sections[1], sections[2]),
+        max_positions=section.size("max_position_embeddings"),
+    )
+    if cfg.num_heads % cfg.num_kv_heads or cfg.head_dim % 2:
+        raise ConfigError(
+            f"{section.name}: num_attention_heads {cfg.num_heads} must be a multiple of "
+            f"num_key_value_heads {cfg.num_kv_heads}, and head_dim {cfg.head_dim} even"
+        )
+    return cfg
+
+
+def _check_vision_fits(text: TextConfig, vision: VisionConfig) -> None:
+    if vision.out_width != text.width:
+        raise ConfigError(
+            f"config.json: vision out_hidden_size {vision.out_width} is not the language model's "
+            f"hidden_size {text.width}"
+        )
+    if len(vision.tap_layers) > text.num_layers:
+        raise ConfigError(
+            f"config.json: {len(vision.tap_layers)} deepstack_visual_indexes need as many decoder "
+            f"layers, but num_hidden_layers is {text.num_layers}"
+        )
+    if sum(text.rope_sections) != text.head_dim // 2:
+        raise ConfigError(
+            f"config.json: mrope_section {list(text.rope_sections)} must sum to head_dim / 2 = "
+            f"{text.head_dim // 2}"
+        )
+
+
+def dims(cfg: Qwen3VLConfig) -> dict[str, dict[str, int]]:
+    """Tables of dims of the language model and, where present, the tower."""
+    text = cfg.text
+    tables = {
+        "text": {
+            "D": text.width,
+            "N": text.num_heads,
+            "K": text.num_kv_heads,
+            "H": text.head_dim,
+            "F": text.mlp_width,
+            "V": text.vocab_size,
+        }
+    }
+    if cfg.vision is not None:
+        tables["vision"] = qwen3_vision.vision_dims(cfg.vision)
+    return tables
+
+
+def abstract_params(cfg: Qwen3VLConfig, dtype: str) -> Params:
+    """The tree of jax.ShapeDtypeStruct.
+
+    Raises:
+        ConfigError: a dtype other than float32 and bfloat16.
+    """
+    if dtype not in ("float32", "bfloat16"):
+        raise ConfigError(
+            f"--dtype {dtype} is not supported (float16 overflows in this family's activations); "
+            "use bfloat16 or float32"
+        )
+    table = dims(cfg)["text"]
+    head = None if cfg.tie_word_embeddings else tree.array("head_VD", table, dtype)
+    layers = tuple(tree.abstract(TextLayer, table, dtype) for _ in range(cfg.text.num_layers))
+    return Params(
+        text=tree.abstract(TextParams, table, dtype, layers=layers, head_VD=head),
+        vision=None
+        if cfg.vision is None
+        else qwen3_vision.abstract_vision_params(cfg.vision, dtype),
+    )
+
+
+def checkpoint_map(cfg: Qwen3VLConfig) -> tuple[TensorMap, ...]:
+    """Where every array is in a checkpoint."""
+    model = "model.language_model"
+    maps = [
+        TensorMap("text.embed_VD", f"{model}.embed_tokens.weight", "VD"),
+        TensorMap("text.final_norm_D", f"{model}.norm.weight", "D"),
+    ]
+    if not cfg.tie_word_embeddings:
+        maps.append(TensorMap("text.head_VD", "lm_head.weight", "VD"))
+    layer = {
+        "input_norm_D": ("input_layernorm.weight", "D"),
+        "q_DNH": ("self_attn.q_proj.weight", "(NH)D"),
+        "k_DKH": ("self_attn.k_proj.weight", "(KH)D"),
+        "v_DKH": ("self_attn.v_proj.weight", "(KH)D"),
+        "o_NHD": ("self_attn.o_proj.weight", "D(NH)"),
+        "q_norm_H": ("self_attn.q_norm.weight", "H"),
+        "k_norm_H": ("self_attn.k_norm.weight", "H"),
+        "post_norm_D": ("post_attention_layernorm.weight", "D"),
+        "gate_DF": ("mlp.gate_proj.weight", "FD"),
+        "up_DF": ("mlp.up_proj.weight", "FD"),
+        "down_FD": ("mlp.down_proj.weight", "DF"),
+    }
+    for i in range(cfg.text.num_layers):
+        for name, (key, layout) in layer.items():
+            maps.append(TensorMap(f"text.layers.{i}.{name}", f"{model}.layers.{i}.{key}", layout))
+    if cfg.vision is not None:
+        maps.extend(qwen3_vision.vision_checkpoint_map(cfg.vision))
+    return tuple(maps)
+
+
+def skip_keys(cfg: Qwen3VLConfig) -> tuple[str, ...]:
+    """Keys that may stay unread: what a tied head or a text-only process does not use."""
+    keys = [r".*rotary_emb\.inv_freq", r".*rotary_pos_emb\.inv_freq"]
+    if cfg.tie_word_embeddings:
+        keys.append(r"lm_head\.weight")
+    if cfg.vision is None:
+        keys.append(r"model\.visual\..*")
+    return tuple(keys)
+
+
+def geometry(cfg: Qwen3VLConfig) -> VisionGeometry:
+    """What the host needs to know of the tower.
+
+    Raises:
+        ConfigError: the model was parsed without its vision section.
+    """
+    if cfg.vision is None or cfg.ids is None:
+        raise ConfigError("this model has no vision section: it serves text only")
+    vision = cfg.vision
+    return VisionGeometry(
+        patch_size=vision.patch_size,
+        temporal_patch_size=vision.temporal_patch_size,
+        merge_size=vision.merge_size,
+        patch_width=vision.patch_width,
+        position_side=vision.position_side,
+        depth=vision.depth,
+        width=vision.width,
+        num_levels=len(vision.tap_layers),
+        image_token_id=cfg.ids.image,
+        video_token_id=cfg.ids.video,
+        vision_start_token_id=cfg.ids.vision_start,
+        vision_end_token_id=cfg.ids.vision_end,
+    )
+
+
+def caches(cfg: Qwen3VLConfig) -> tuple[PagedCache, ...]:
+    """One paged cache of keys and values over all layers."""
+    text = cfg.text
+    return (PagedCache("kv", text.num_layers, text.num_kv_heads, text.head_dim),)
+
+
+Attend = Callable[[jax.Array, jax.Array, jax.Array, Any], tuple[jax.Array, Any]]
+
+
+def text_layers(
+    params: TextParams,
+    ids_T: jax.Array,
+    positions_XT: jax.Array,
+    pool_RJD: jax.Array | None,
+    pool_row_T: jax.Array | None,
+    states: tuple[Any, ...],
+    attend: Attend,
+    *,
+    cfg: Qwen3VLConfig,
+    backend: Backend,
+) -> tuple[jax.Array, tuple[Any, ...]]:
+    """Embeds tokens and media rows and runs all decoder layers; pure, for serving and training.
+
+    Args:
+        params: the language model.
+        ids_T: int32 token ids.
+        positions_XT: int32, X = 3 or 1.
+        pool_RJD: media rows: the merger's vector, then the DeepStack levels; None: text only.
+        pool_row_T: int32 row of each token, -1 for text; None: text only.
+        states: one per layer, handed to `attend`.
+        attend: (q_TNH, k_TKH, v_TKH, state) -> (out_TNH, new state).
+        cfg, backend: static.
+
+    Returns:
+        hidden_TD before the final norm, and the new states.
+    """
+    text = cfg.text
+    x_TD = _media_or(params.embed_VD[ids_T], pool_RJD, pool_row_T)
+    x_TD = _replicate(x_TD, backend)
+    inv_freq = ops.inverse_frequencies(text.head_dim, text.rope_theta)
+    axes = ops.interleaved_axes(inv_freq.size, text.rope_sections)
+    cos_TH, sin_TH = ops.rope_tables(positions_XT, inv_freq, axes, x_TD.dtype)
+    num_levels = 0 if pool_RJD is None else pool_RJD.shape[1] - 1
+    new_states = []
+    for i, (p, state) in enumerate(zip(params.layers, states, strict=True)):
+        with jax.named_scope(f"layer_{i}"):
+            x_TD, state = _text_layer(p, x_TD, cos_TH, sin_TH, state, attend, cfg, backend)
+            if i < num_levels:
+                with jax.named_scope("deepstack"):
+                    x_TD = x_TD + _media_rows(x_TD, pool_RJD, pool_row_T, 1 + i)
+            new_states.append(state)
+    return x_TD, tuple(new_states)
+
+
+def _text_layer(
+    p: TextLayer,
+    x_TD: jax.Array,
+    cos_TH: jax.Array,
+    sin_TH: jax.Array,
+    state: Any,
+    attend: Attend,
+    cfg: Qwen3VLConfig,
+    backend: Backend,
+) -> tuple[jax.Array, Any]:
+    eps = cfg.text.norm_eps
+    with jax.named_scope("attention"):
+        y_TD = ops.rms_norm(x_TD, p.input_norm_D, eps)
+        q_TNH = ops.rms_norm(jnp.einsum("td,dnh->tnh", y_TD, p.q_DNH), p.q_norm_H, eps)
+        k_TKH = ops.rms_norm(jnp.einsum("td,dkh->tkh", y_TD, p.k_DKH), p.k_norm_H, eps)
+        v_TKH = jnp.einsum("td,dkh->tkh", y_TD, p.v_DKH)
+        q_TNH = ops.rotate(q_TNH, cos_TH, sin_TH)
+        k_TKH = ops.rotate(k_TKH, cos_TH, sin_TH)
+        out_TNH, state = attend(q_TNH, k_TKH, v_TKH, state)
+        x_TD = x_TD + _replicate(jnp.einsum("tnh,nhd->td", out_TNH, p.o_NHD), backend)
+    with jax.named_scope("mlp"):
+        y_TD = ops.rms_norm(x_TD, p.post_norm_D, eps)
+        x_TD = x_TD + _replicate(ops.gated_mlp(y_TD, p.gate_DF, p.up_DF, p.down_FD), backend)
+    return x_TD, state
+
+
+def _media_or(
+    x_TD: jax.Array, pool_RJD: jax.Array | None, pool_row_T: jax.Array | None
+) -> jax.Array:
+    if pool_RJD is None or pool_row_T is None:
+        return x_TD
+    rows_TD = pool_RJD[jnp.maximum(pool_row_T, 0), 0].astype(x_TD.dtype)
+    return jnp.where(pool_row_T[:, None] >= 0, rows_TD, x_TD)
+
+
+def _media_rows(x_TD: jax.Array, pool_RJD: Any, pool_row_T: Any, column: int) -> jax.Array:
+    rows_TD = pool_RJD[jnp.maximum(pool_row_T, 0), column].astype(x_TD.dtype)
+    return jnp.where(pool_row_T[:, None] >= 0, rows_TD, 0)
+
+
+def _replicate(x: jax.Array, backend: Backend) -> jax.Array:
+    return jax.lax.with_sharding_constraint(x, NamedSharding(backend.mesh, PartitionSpec()))
+
+
+def final_norm(params: TextParams, hidden_RD: jax.Array, *, cfg: Qwen3VLConfig) -> jax.Array:
+    """The norm between the last layer and the output matrix."""
+    return ops.rms_norm(hidden_RD, params.final_norm_D, cfg.text.norm_eps)
+
+
+def text_step(
+    params: TextParams,
+    caches: tuple[jax.Array, ...],
+    pool_RJD: jax.Array | None,
+    inputs: TextInputs,
+    *,
+    cfg: Qwen3VLConfig,
+    backend: Backend,
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    """Runs the language model over one ragged batch; see `family.TextStep`.
+
+    Args:
+        params: the language model.
+        caches: KV pages of each layer, [page, slot, 2K, H].
+        pool_RJD: media pool; None in a text-only process.
+        inputs: the batch.
+        cfg, backend: static.
+
+    Returns:
+        hidden_RD of `inputs.row_tokens_R` after the final norm, and the caches.
+    """
+
+    def attend(
+        q_TNH: jax.Array, k_TKH: jax.Array, v_TKH: jax.Array, pages: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        return paged_attention(
+            q_TNH,
+            k_TKH,
+            v_TKH,
+            pages,
+            inputs.page_table_BL,
+            inputs.q_starts_B,
+            inputs.kv_lens_B,
+            scale=cfg.text.head_dim**-0.5,
+            implementation=backend.paged_attention,
+            mesh=backend.mesh,
+        )
+
+    with ops.matmul_precision(params.embed_VD.dtype):
+        hidden_TD, caches = text_layers(
+            params,
+            inputs.ids_T,
+            inputs.positions_XT,
+            pool_RJD,
+            inputs.pool_row_T,
+            caches,
+            attend,
+            cfg=cfg,
+            backend=backend,
+        )
+        return final_norm(params, hidden_TD[inputs.row_tokens_R], cfg=cfg), caches
+
+
+def encode_step(
+    params: VisionParams,
+    pool_RJD: jax.Array,
+    hidden_PD: jax.Array,
+    inputs: EncodeInputs,
+    *,
+    cfg: Qwen3VLConfig,
+    backend: Backend,
+) -> tuple[jax.Array, jax.Array]:
+    """The tower's step under the config of the whole model; see `qwen3_vision.encode_step`."""
+    return qwen3_vision.encode_step(
+        params, pool_RJD, hidden_PD, inputs, cfg=_vision(cfg), backend=backend
+    )
+
+
+def tower(
+    params: VisionParams, inputs: EncodeInputs, *, cfg: Qwen3VLConfig, backend: Backend
+) -> jax.Array:
+    """The differentiable tower under the config of the whole model; see `qwen3_vision.tower`."""
+    return qwen3_vision.tower(params, inputs, cfg=_vision(cfg), backend=backend)
+
+
+def _vision(cfg: Qwen3VLConfig) -> VisionConfig:
+    if cfg.vision is None:
+        raise ConfigError("this model has no vision section: it serves text only")
+    return cfg.vision
+
+
+def head(params: Params) -> jax.Array:
+    """The output matrix [V, D]."""
+    return params.text.embed_VD if params.text.head_VD is None else params.text.head_VD
+
+
+def logits(
+    head_VD: jax.Array, hidden_RD: jax.Array, *, cfg: Qwen3VLConfig, backend: Backend
+) -> jax.Array:
+    """float32 logits [R, V] of hidden rows after the final norm, vocabulary over "model"."""
+    del cfg
+    with ops.matmul_precision(head_VD.dtype), jax.named_scope("logits"):
+        out_RV = jnp.einsum("rd,vd->rv", hidden_RD, head_VD, preferred_element_type=jnp.float32)
+        fits = head_VD.shape[0] % backend.mesh.shape[MODEL] == 0
+        sharding = NamedSharding(backend.mesh, PartitionSpec(None, MODEL if fits else None))
+        return jax.lax.with_sharding_constraint(out_RV, sharding)
+
+
+FAMILY = Family(
+    name="qwen3_vl",
+    model_types=("qwen3_vl", "qwen3_vl_text"),
+    modalities=("image", "video"),
+    parse_config=parse_config,
+    dims=dims,
+    abstract_params=abstract_params,
+    axes=AXES,
+    checkpoint_map=checkpoint_map,
+    key_prefixes=(
+        ("model.language_model.", "model.language_model."),
+        ("model.visual.", "model.visual."),
+        ("lm_head.", "lm_head."),
+        ("language_model.lm_head.", "lm_head."),
+        ("language_model.model.", "model.language_model."),
+        ("language_model.", "model.language_model."),
+        ("visual.", "model.visual."),
+        ("model.", "model.language_model."),
+        ("", "model.language_model."),
+    ),
+    skip_keys=skip_keys,
+    caches=caches,
+    encoders={"vision": encode_step},
+    geometry=geometry,
+    text_step=text_step,
+    head=head,
+    logits=logits,
+    vocab_size=lambda cfg: cfg.text.vocab_size,
+    text_width=lambda cfg: cfg.text.width,
+)
