@@ -27,7 +27,8 @@ CLOSED_AREAS = {
 @cache
 def test_names(path: str) -> frozenset[str]:
     tree = ast.parse((ROOT / path).read_text())
-    return frozenset(n.name for n in ast.walk(tree) if isinstance(n, ast.FunctionDef))
+    kinds = ast.FunctionDef | ast.AsyncFunctionDef
+    return frozenset(n.name for n in ast.walk(tree) if isinstance(n, kinds))
 
 
 test_names.__test__ = False  # pyright: ignore[reportFunctionMemberAccess]

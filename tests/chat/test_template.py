@@ -6,7 +6,7 @@ from tests.chat.test_tokenizer import FOLDER, TOKENIZER
 from tpu_vl.chat.guard import TextGuard
 from tpu_vl.chat.template import ChatTemplate
 from tpu_vl.errors import CheckpointError, RequestError
-from tpu_vl.types import MediaPart, Message, TextPart
+from tpu_vl.types import MediaKind, MediaPart, Message, TextPart
 
 TEMPLATE = ChatTemplate.from_folder(FOLDER)
 
@@ -15,7 +15,7 @@ def text(value):
     return TextPart(text=value)
 
 
-def image(kind="image"):
+def image(kind: MediaKind = "image"):
     return MediaPart(kind=kind, urls=("data:,",), param="messages.[0].content.[0]")
 
 

@@ -36,7 +36,7 @@ class Served:
     @property
     def frontend(self) -> Frontend:
         """The front end of the loaded model."""
-        return self.server.config.app.state.routes.frontend  # pyright: ignore
+        return self.server.config.app.state.routes.frontend()  # pyright: ignore
 
     def wait_idle(self, timeout_s: float = 20.0) -> None:
         """Waits until nothing is held, and fails with what still is."""
@@ -84,9 +84,9 @@ def store_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def served(store_folder: Path) -> Iterator[Served]:
+def flags(store_folder: Path) -> ServeFlags:
     """The bundled model with small limits, so that budgets are reached."""
-    flags = ServeFlags(
+    return ServeFlags(
         port=free_port(),
         dtype="float32",
         max_model_len=2048,
@@ -95,6 +95,11 @@ def served(store_folder: Path) -> Iterator[Served]:
         max_frame_patches=1024,
         executables=str(store_folder),
     )
+
+
+@pytest.fixture(scope="session")
+def served(flags: ServeFlags) -> Iterator[Served]:
+    """The server of these flags, for the whole session."""
     served, thread = serve_in_thread(flags)
     yield served
     served.server.should_exit = True

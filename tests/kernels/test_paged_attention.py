@@ -26,7 +26,7 @@ def make_inputs(case: Case, seed: int = 0, width: int | None = None) -> tuple[ja
     rng = np.random.default_rng(seed)
     size, kv_lens = case.page_size, np.add(case.q_lens, case.past_lens).astype(np.int64)
     counts = [-(-int(n) // size) for n in kv_lens]
-    num_pages = sum(counts) + 3
+    num_pages = case.num_seqs * case.max_pages + 3  # of the capacities only: one compilation
     shape = api.cache_shape(num_pages, size, case.num_kv_heads, width or case.width)
     pages = np.full(shape, np.nan, np.float32)
     table = rng.choice([-1, 10**9, -(10**9), 0], size=(case.num_seqs, case.max_pages))

@@ -149,7 +149,8 @@ def test_packing_loses_no_precision_against_each_image_alone() -> None:
         for rows in (slice(0, 48), slice(48, 128)):
             size = rows.stop - rows.start
             own = (jnp.asarray(bounds_of((size,), size)), jnp.int32(size))
-            alone = attend(*(x[rows] for x in inputs[:3]), *own, implementation="blocked")
+            q, k, v = (x[rows] for x in inputs[:3])
+            alone = attend(q, k, v, *own, implementation="blocked")
             np.testing.assert_allclose(
                 packed[rows], np.asarray(alone, np.float32), rtol=0, atol=tolerance
             )
@@ -160,12 +161,10 @@ def test_every_capacity_gives_the_same_rows() -> None:
     found = []
     for num_rows in (64, 128, 256, 512):
         inputs = make_inputs(Case(num_rows=56, num_heads=2, width=8, segments=segments))
-        padded = (
-            jnp.pad(x, ((0, num_rows - 56), (0, 0), (0, 0)), constant_values=np.nan)
-            for x in inputs[:3]
-        )
+        extra = ((0, num_rows - 56), (0, 0), (0, 0))
+        q, k, v = (jnp.pad(x, extra, constant_values=np.nan) for x in inputs[:3])
         bounds = jnp.asarray(bounds_of(segments, num_rows))
-        found.append(attend(*padded, bounds, jnp.int32(56), implementation="blocked")[:56])
+        found.append(attend(q, k, v, bounds, jnp.int32(56), implementation="blocked")[:56])
     for other in found[1:]:
         np.testing.assert_allclose(found[0], other, rtol=0, atol=1e-5)
 

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -100,7 +101,7 @@ def test_training_path_equals_serving(runner: Runner, reference: Any) -> None:
     prompt = PROMPTS["image"]()
     pool, rows_T = runner.prompt_pool(prompt)
     cfg, text = runner.cfg, runner.params.text
-    segments_T = np.zeros(len(prompt.ids), np.int32)
+    segments_T = jnp.zeros(len(prompt.ids), jnp.int32)
 
     def attend(q: Any, k: Any, v: Any, state: None) -> tuple[Any, None]:
         return ops.causal_attention(q, k, v, segments_T, scale=cfg.text.head_dim**-0.5), state
@@ -108,10 +109,10 @@ def test_training_path_equals_serving(runner: Runner, reference: Any) -> None:
     def forward(text: Any, pool: Any) -> Any:
         hidden, _ = qwen3_vl.text_layers(
             text,
-            np.asarray(prompt.ids, np.int32),
-            prompt.positions,
+            jnp.asarray(prompt.ids, jnp.int32),
+            jnp.asarray(prompt.positions),
             pool,
-            rows_T,
+            jnp.asarray(rows_T),
             (None,) * cfg.text.num_layers,
             attend,
             cfg=cfg,

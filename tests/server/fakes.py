@@ -205,7 +205,7 @@ class App:
     def frontend(self):
         return self.asgi.state.routes.frontend()
 
-    async def chat(self, body: dict | None = None, **fields: object) -> httpx.Response:
+    async def chat(self, body: dict[str, Any] | None = None, **fields: Any) -> httpx.Response:
         """Posts a chat completion; the default message is one word."""
         given = body or {"messages": [{"role": "user", "content": "hi"}], **fields}
         return await self.http.post("/v1/chat/completions", json=given)
@@ -214,6 +214,12 @@ class App:
         """Posts one user turn of content parts."""
         turn = {"role": "user", "content": list(parts)}
         return await self.chat({"messages": [turn], **fields})
+
+    @property
+    def client(self) -> EngineClient:
+        """The client of the engine, once the model is ready."""
+        assert self.state.model is not None
+        return self.state.model.client
 
     def nothing_held(self) -> bool:
         """Whether every count is back at its start."""

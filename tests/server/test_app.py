@@ -291,8 +291,8 @@ async def test_sampling_reaches_the_engine_as_asked():
 @in_loop
 async def test_the_answer_limit_is_cut_to_the_context_that_is_left():
     async with serving(say("a")) as app:
-        for fields in ({}, {"max_tokens": 10**9}, {"max_tokens": None}):
-            usage = (await app.chat(**fields)).json()["usage"]
+        for limit in (10**9, None):
+            usage = (await app.chat(max_tokens=limit)).json()["usage"]
             left = 2048 - usage["prompt_tokens"]
             assert app.engine.requests[-1].sampling.max_tokens == left
 
@@ -364,7 +364,7 @@ async def test_unforeseen_errors_are_500_without_their_text(monkeypatch, caplog)
 async def test_a_dead_engine_fails_health_liveness_and_requests():
     async with serving(say("a")) as app:
         assert (await app.http.get("/health")).status_code == 200
-        app.state.model.client.dead = "the loop ended"
+        app.client.dead = "the loop ended"
         assert (await app.http.get("/health")).status_code == 503
         assert (await app.http.get("/live")).status_code == 500
         assert (await app.chat()).json()["error"]["code"] == "engine_dead"
@@ -448,7 +448,7 @@ async def test_a_full_queue_answers_503_with_retry_after():
 @in_loop
 async def test_many_requests_with_and_without_images_at_once():
     async with serving(say("ok"), max_open_requests=200) as app:
-        app.state.model.client._capacity = 200
+        app.client._capacity = 200
         media = [
             app.text(image_part(png(64, 32 + 32 * (i % 4))), text_part(f"{i}")) for i in range(50)
         ]

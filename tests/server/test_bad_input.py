@@ -260,7 +260,8 @@ async def test_ids_outside_the_vocabulary_and_large_biases():
             {"logit_bias": {str(i): 1 for i in range(301)}},
             {"stop_token_ids": list(range(20)), "min_tokens": 1},
         ):
-            response = await app.chat(**fields)
+            hello = {"messages": [{"role": "user", "content": "x"}]}
+            response = await app.chat({**hello, **fields})
             assert response.status_code == 400
             assert response.json()["error"]["param"] in fields
 
