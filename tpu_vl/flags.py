@@ -80,6 +80,7 @@ class ServeFlags:
     )
     mm_disable: str | None = _flag(None, "leave out a modality's encoder", choices=("vision",))
     num_preprocess_workers: int | None = _flag(None, "threads that decode and resize media")
+    mm_preprocess_gb: int = _flag(4, "host memory for patches of unfinished requests, in GiB")
     executables: str | None = _flag(
         None, "folder where compiled programs are kept; loading runs code: trust it"
     )

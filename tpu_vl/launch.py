@@ -158,6 +158,7 @@ def server_config(flags: ServeFlags, plan: Plan) -> ServerConfig:
         api_key=flags.api_key,
         max_request_bytes=flags.max_request_mb << 20,
         num_preprocess_workers=flags.num_preprocess_workers or base.num_preprocess_workers,
+        preprocess_bytes=flags.mm_preprocess_gb << 30,
         notice=demo.NOTICE if bundled else None,
         generation_defaults=(
             plan.checkpoint.sampling_defaults() if flags.generation_config == "auto" else {}

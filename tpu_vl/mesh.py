@@ -1,6 +1,7 @@
 """The one place that makes device meshes: axes ("data", "model"), all Auto."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -12,7 +13,7 @@ DATA = "data"
 MODEL = "model"
 
 
-def make_mesh(tensor_parallel_size: int, devices: Sequence[jax.Device] | None = None) -> Mesh:
+def make_mesh(tensor_parallel_size: int, devices: Sequence[Any] | None = None) -> Mesh:
     """A mesh of `tensor_parallel_size` devices over "model" and one over "data".
 
     Args:

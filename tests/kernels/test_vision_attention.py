@@ -173,11 +173,8 @@ def test_dense_gives_finite_gradients_with_padding() -> None:
     q, k, v, bounds, count = make_inputs(SMALL["one_padded"])
     q, k, v = (jnp.nan_to_num(x) for x in (q, k, v))
 
-    def loss(*qkv: jax.Array) -> jax.Array:
-        out = api.vision_attention(
-            *qkv, bounds, count, scale=SCALE, implementation="dense", mesh=None
-        )
-        return (out**2).sum()
+    def loss(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        return (attend(q, k, v, bounds, count, implementation="dense") ** 2).sum()
 
     for gradient in jax.grad(loss, argnums=(0, 1, 2))(q, k, v):
         assert jnp.isfinite(gradient).all()

@@ -18,7 +18,7 @@ from tpu_vl.precompile import executables
 from tpu_vl.precompile.compile import Progress, compile_all
 from tpu_vl.precompile.executables import Store
 from tpu_vl.precompile.programs import Program
-from tpu_vl.tree import pytree
+from tpu_vl.tree import abstract, pytree
 
 
 @pytree
@@ -35,7 +35,7 @@ def double(state: State, y_D: jax.Array) -> tuple[jax.Array, State]:
 def make_program(name: str = "double", function: Callable[..., Any] = double) -> Program:
     mesh = make_mesh(1)
     array = jax.ShapeDtypeStruct((4, 4), jnp.float32, sharding=replicated(mesh))
-    state = State(x_D=array)
+    state = abstract(State, {"D": 4}, jnp.float32, x_D=array)
     return Program(name, function, (state, array), (array, state), (0,), mesh)
 
 
