@@ -51,7 +51,7 @@ def run_script(script: str, *args: str, topology: str = "v6e:2x2", timeout_s: fl
         "TPU_SKIP_MDS_QUERY": "1",
         "TPU_ACCELERATOR_TYPE": ACCELERATOR_TYPES[topology],
         "TPU_WORKER_HOSTNAMES": "localhost",
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
+        "PYTHONPATH": str(ROOT),
     }
     done = subprocess.run(
         [sys.executable, "-c", script, *args],

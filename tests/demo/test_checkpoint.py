@@ -2,7 +2,10 @@
 
 import json
 
+import av
+import numpy as np
 import pytest
+from PIL import Image
 from safetensors import safe_open
 from tokenizers import Tokenizer
 
@@ -94,7 +97,13 @@ def test_bundled_media_are_the_generators():
     image = samples.image("heldout", bundle.IMAGE_INDEX)
     video = samples.video("heldout", bundle.VIDEO_INDEX)
     assert [a["answer"] for a in answers] == [image.answer("both"), video.answer("direction")]
-    assert all((MEDIA / a["file"]).stat().st_size > 0 for a in answers)
+    with Image.open(MEDIA / answers[0]["file"]) as picture:
+        assert picture.tobytes() == image.frames[0].tobytes()
+    with av.open(str(MEDIA / answers[1]["file"]), "r") as file:
+        frames = [frame.to_ndarray(format="rgb24") for frame in file.decode(video=0)]
+    assert len(frames) == len(video.frames)
+    for frame, original in zip(frames, video.frames, strict=True):
+        assert np.abs(frame.astype(int) - np.asarray(original, dtype=int)).mean() < 8
 
 
 def test_notice_says_what_it_knows_and_how_to_serve_a_real_model():

@@ -3,7 +3,8 @@
 import json
 
 import pytest
-import tpu_compile
+
+from tests import tpu_compile
 
 pytestmark = pytest.mark.skipif(
     not tpu_compile.have_libtpu(), reason="libtpu, the TPU compiler, is not installed"
@@ -12,7 +13,7 @@ pytestmark = pytest.mark.skipif(
 SCRIPT = """
 import functools, json, re, sys
 import jax, jax.numpy as jnp
-from tpu_compile import on, tpu_topology_mesh
+from tests.tpu_compile import on, tpu_topology_mesh
 from tpu_vl.kernels.paged_attention import api as paged, cases as paged_cases
 from tpu_vl.kernels.vision_attention import api as vision, cases as vision_cases
 
