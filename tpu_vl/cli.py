@@ -92,8 +92,9 @@ def _evaluate(flags: AccuracyFlags, base_url: str):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; an error that the operator can mend is one line and exit code 2."""
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s", stream=sys.stderr)
-    # It logs every address that it reads, media of clients among them.
-    logging.getLogger("httpx").setLevel(logging.WARNING)
+    # They log every address that they read, media of clients among them.
+    for name in ("httpx", "httpx2"):
+        logging.getLogger(name).setLevel(logging.WARNING)
     try:
         parsed = make_parser().parse_args(
             join_dotted(sys.argv[1:] if arguments is None else arguments)

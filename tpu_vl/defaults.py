@@ -13,6 +13,7 @@ from tpu_vl import tree
 from tpu_vl.config import DType, EngineConfig, MediaLimits, ProcessorConfig
 from tpu_vl.errors import ConfigError
 from tpu_vl.flags import ServeFlags
+from tpu_vl.kernels.paged_attention.api import cache_dtype
 from tpu_vl.models.family import Family
 from tpu_vl.precompile import buckets
 
@@ -164,9 +165,9 @@ def fit_processor(
     )
 
 
-def page_bytes(family: Family, cfg: Any, page_size: int, dtype: DType) -> int:
+def page_bytes(family: Family, cfg: Any, page_size: int, dtype: DType, platform: str) -> int:
     """Bytes of one KV page over all layers, all devices together."""
-    size = 2 if dtype == "bfloat16" else 4
+    size = cache_dtype(dtype, platform).itemsize
     return sum(
         c.num_layers * page_size * 2 * c.num_kv_heads * c.head_dim * size
         for c in family.caches(cfg)
@@ -234,7 +235,7 @@ def engine_config(
     held = tree.num_bytes(family.abstract_params(cfg, dtype))
     if modalities:
         held += vision["pool_rows"] * _pool_row_bytes(family, cfg, dtype)
-    size = page_bytes(family, cfg, page_size, dtype)
+    size = page_bytes(family, cfg, page_size, dtype, meshes.platform(mesh))
     pages_per_seq = -(-max_model_len // page_size)
     num_pages = min(num_seqs * pages_per_seq, _kv_bytes(flags, defaults, mesh, held) // size)
     return EngineConfig(

@@ -221,12 +221,14 @@ def make_params(flags: ServeFlags, plan: Plan, report: Callable[[str, int, int],
 
 
 class _Bar:
-    """A progress bar on a terminal, a log line per tenth elsewhere."""
+    """A progress bar on a terminal; elsewhere a log line at the end and now and then before."""
+
+    _QUIET_S = 5.0
 
     def __init__(self, title: str) -> None:
         self._title = title
         self._terminal = sys.stderr.isatty()
-        self._tenth = -1
+        self._logged_s = time.monotonic()
 
     def show(self, done: int, total: int, text: str) -> None:
         share = done / max(total, 1)
@@ -235,8 +237,8 @@ class _Bar:
             line = f"{self._title} [{'#' * filled}{'.' * (24 - filled)}] {text}"
             sys.stderr.write(f"\r\x1b[2K{line}" + ("\n" if done >= total else ""))
             sys.stderr.flush()
-        elif int(share * 10) > self._tenth:
-            self._tenth = int(share * 10)
+        elif done >= total or time.monotonic() - self._logged_s > self._QUIET_S:
+            self._logged_s = time.monotonic()
             log.info("%s %d %%: %s", self._title, round(share * 100), text)
 
 

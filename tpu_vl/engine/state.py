@@ -8,8 +8,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from tpu_vl.config import EngineConfig
 from tpu_vl.engine.layout import BIAS_CAPACITY
-from tpu_vl.kernels.paged_attention.api import cache_shape, cache_spec
-from tpu_vl.mesh import MODEL, model_size
+from tpu_vl.kernels.paged_attention.api import cache_dtype, cache_shape, cache_spec
+from tpu_vl.mesh import MODEL, model_size, platform
 from tpu_vl.models.family import Backend, Family
 from tpu_vl.tree import pytree
 
@@ -77,7 +77,8 @@ def abstract_state(
             declared.head_dim,
             backend.paged_attention,
         )
-        one = array(shape, dtype, cache_spec(declared.num_kv_heads, mesh))
+        pages_dtype = cache_dtype(engine_config.dtype, platform(mesh))
+        one = array(shape, pages_dtype, cache_spec(declared.num_kv_heads, mesh))
         caches.extend([one] * declared.num_layers)
     pool = hidden = None
     if engine_config.modalities:
