@@ -49,6 +49,7 @@ def run_script(script: str, *args: str, topology: str = "v6e:2x2", timeout_s: fl
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": "",
         "TPU_SKIP_MDS_QUERY": "1",
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # another process may be compiling, or serving
         "TPU_ACCELERATOR_TYPE": ACCELERATOR_TYPES[topology],
         "TPU_WORKER_HOSTNAMES": "localhost",
         "PYTHONPATH": str(ROOT),
