@@ -115,6 +115,8 @@ def bodies(workload: Workload, model: str, seed: int) -> Iterator[dict]:
             "messages": [{"role": "user", "content": content}],
             "max_completion_tokens": workload.output_tokens,
             "ignore_eos": True,
+            # Behind its end token a model may write special tokens only: they count, so they show.
+            "skip_special_tokens": False,
             "temperature": 0,
             "stream": True,
             "stream_options": {"include_usage": True},

@@ -39,6 +39,21 @@ def test_bad_variable_is_named(name: str, value: str) -> None:
         parse(environ={name: value})
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("--max-num-seqs", "0"),
+        ("--block-size", "-1"),
+        ("--port", "-1"),
+        ("-tp", "0"),
+        ("--gpu-memory-utilization", "1.5"),
+    ],
+)
+def test_numbers_out_of_bounds_are_refused(name: str, value: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{value} must be at (least|most)"):
+        parse(name, value)
+
+
 def test_dotted_limits_become_json() -> None:
     read = parse("--limit-mm-per-prompt.image", "2", "--limit-mm-per-prompt.video=0")
     assert read.limit_mm_per_prompt == '{"image": 2, "video": 0}'

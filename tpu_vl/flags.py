@@ -6,6 +6,7 @@ A flag `--max-num-seqs` is also the variable `TPU_VL_MAX_NUM_SEQS`; the command 
 import argparse
 import dataclasses
 import json
+import math
 import types
 import typing
 from collections.abc import Mapping, Sequence
@@ -18,9 +19,23 @@ F = TypeVar("F")
 ENV_PREFIX = "TPU_VL_"
 
 
-def _flag(default: Any, text: str, *aliases: str, choices: tuple[str, ...] | None = None) -> Any:
+def _flag(
+    default: Any,
+    text: str,
+    *aliases: str,
+    choices: tuple[str, ...] | None = None,
+    minimum: float = 1,
+    maximum: float = math.inf,
+) -> Any:
+    """A flag; numbers outside `minimum` to `maximum` are refused."""
     return dataclasses.field(
-        default=default, metadata={"text": text, "aliases": aliases, "choices": choices}
+        default=default,
+        metadata={
+            "text": text,
+            "aliases": aliases,
+            "choices": choices,
+            "bounds": (minimum, maximum),
+        },
     )
 
 
@@ -42,7 +57,7 @@ class ServeFlags:
     )
     chat_template: str | None = _flag(None, "file of a Jinja chat template to use instead")
     host: str = _flag("127.0.0.1", "address to listen on")
-    port: int = _flag(8000, "port to listen on")
+    port: int = _flag(8000, "port to listen on", minimum=0)
     api_key: str | None = _flag(None, "bearer token that requests must carry")
     max_request_mb: int = _flag(256, "largest request body, in MiB")
     tensor_parallel_size: int = _flag(1, "devices that one model is split over", "-tp")
@@ -54,11 +69,15 @@ class ServeFlags:
     max_model_len: int | None = _flag(None, "prompt plus answer, in tokens")
     max_num_seqs: int | None = _flag(None, "sequences that run at once")
     max_num_batched_tokens: int | None = _flag(None, "tokens of one step")
-    max_num_queued_reqs: int = _flag(256, "waiting requests before new ones get 503")
+    max_num_queued_reqs: int = _flag(256, "waiting requests before new ones get 503", minimum=0)
     block_size: int | None = _flag(None, "tokens per KV page")
     kv_cache_memory_bytes: int | None = _flag(None, "device memory for KV pages, all devices")
     hbm_utilization: float = _flag(
-        0.9, "share of device memory that the server may fill", "--gpu-memory-utilization"
+        0.9,
+        "share of device memory to fill, on devices that report theirs",
+        "--gpu-memory-utilization",
+        minimum=0.01,
+        maximum=1.0,
     )
     limit_mm_per_prompt: str | None = _flag(
         None, 'media per request, as JSON: {"image": 8, "video": 0}; 0 refuses the modality'
@@ -68,7 +87,9 @@ class ServeFlags:
     max_frame_patches: int | None = _flag(None, "patches of the largest picture or video frame")
     max_request_patches: int | None = _flag(None, "patches of all media of one request")
     max_media_mb: int = _flag(64, "largest encoded picture or video, in MiB")
-    media_fetch_timeout_s: float = _flag(20.0, "limit for fetching one http(s) medium, in seconds")
+    media_fetch_timeout_s: float = _flag(
+        20.0, "limit for fetching one http(s) medium, in seconds", minimum=0.1
+    )
     allowed_local_media_path: str | None = _flag(None, "folder that file:// media may come from")
     allow_private_media_addresses: bool = _flag(
         False, "http(s) media may come from private and loopback addresses"
@@ -84,7 +105,7 @@ class ServeFlags:
     executables: str | None = _flag(
         None, "folder where compiled programs are kept; loading runs code: trust it"
     )
-    seed: int = _flag(0, "of the random weights of --load-format dummy")
+    seed: int = _flag(0, "of the random weights of --load-format dummy", minimum=0)
     log_level: str = _flag("info", "of the log", choices=("debug", "info", "warning", "error"))
 
 
@@ -106,7 +127,7 @@ class AccuracyFlags:
 class DemoFlags:
     """Flags of `tpu-vl demo`."""
 
-    port: int = _flag(0, "port of the demo's server (0: a free one)")
+    port: int = _flag(0, "port of the demo's server (0: a free one)", minimum=0)
 
 
 def option_name(field: str) -> str:
@@ -168,7 +189,7 @@ def read_flags(flags: type[F], parsed: argparse.Namespace, environ: Mapping[str,
     """A flags object from the command line, then `TPU_VL_*`, then the defaults.
 
     Raises:
-        ConfigError: a variable's value does not fit its flag.
+        ConfigError: a variable's value does not fit its flag, or a number is out of bounds.
     """
     values = {}
     for field in dataclasses.fields(flags):  # pyright: ignore[reportArgumentType]
@@ -176,7 +197,16 @@ def read_flags(flags: type[F], parsed: argparse.Namespace, environ: Mapping[str,
             values[field.name] = getattr(parsed, field.name)
         elif env_name(field.name) in environ:
             values[field.name] = _from_env(field, environ[env_name(field.name)])
+        _check_bounds(field, values.get(field.name))
     return flags(**values)
+
+
+def _check_bounds(field: dataclasses.Field[Any], value: Any) -> None:
+    low, high = field.metadata["bounds"]
+    if isinstance(value, bool) or not isinstance(value, int | float) or low <= value <= high:
+        return
+    limit = f"at least {low}" if value < low else f"at most {high}"
+    raise ConfigError(f"{option_name(field.name)} {value} must be {limit}")
 
 
 def join_dotted(arguments: Sequence[str]) -> list[str]:
@@ -193,8 +223,15 @@ def join_dotted(arguments: Sequence[str]) -> list[str]:
         name, _, value = item.removeprefix(head).partition("=")
         if not value and not queue:
             raise ConfigError(f"{item} needs a value")
-        dotted[name] = json.loads(value or queue.pop(0))
+        dotted[name] = _json_or_text(value or queue.pop(0))
     return [*rest, "--limit-mm-per-prompt", json.dumps(dotted)] if dotted else rest
+
+
+def _json_or_text(value: str) -> Any:
+    try:
+        return json.loads(value)
+    except ValueError:
+        return value  # refused with the whole flag, where its meaning is known
 
 
 def flag_table(flags: type) -> str:
