@@ -108,7 +108,7 @@ class Pool:
             {"min_tokens": 3, "ignore_eos": True, "n": 2},
             {"temperature": 2, "top_p": 1e-6, "logprobs": True},
         ]
-        return {"max_tokens": int(rng.integers(1, 12)), **choices[int(rng.integers(len(choices)))]}
+        return {"max_tokens": int(rng.integers(3, 12)), **choices[int(rng.integers(len(choices)))]}
 
     def request(self) -> dict[str, Any]:
         """One chat completion body."""
