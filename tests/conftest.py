@@ -1,5 +1,6 @@
 """Test session set-up: eight virtual CPU devices, and the operator torchvision's wheel lacks."""
 
+import importlib
 import importlib.util
 import os
 
@@ -12,8 +13,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 if importlib.util.find_spec("torch") is not None:
-    import torch
-
+    torch = importlib.import_module("torch")  # not `import`: it is absent on some Pythons
     torch.set_num_threads(1)
     if importlib.util.find_spec("torchvision") is not None:
         # The torchvision wheel beside a CPU build of torch registers fakes for these operators,

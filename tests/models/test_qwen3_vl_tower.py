@@ -27,7 +27,7 @@ def encode_alone(runner: Runner, grid: tuple[int, int], seed: int, capacity: int
 
 @pytest.mark.parametrize(
     "side",
-    [448, 1024, pytest.param(4096, marks=pytest.mark.slow)],
+    [448, 1024, pytest.param(4096, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])],
 )
 def test_square_picture_equals_reference(side: int, runner: Runner, reference: Any) -> None:
     cells = side // 16

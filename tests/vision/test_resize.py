@@ -180,7 +180,7 @@ MAX_LEVELS, MAX_SHARE, MAX_SHARE_OF_TWO = 2, 0.015, 1e-4
 @pytest.mark.parametrize(("cfg", "count"), [(CFG, 40), (OTHER_CFG, 20)])
 def test_videos_equal_transformers(cfg: ProcessorConfig, count: int) -> None:
     processor = video_processor(cfg)
-    import torch
+    torch = pytest.importorskip("torch")
 
     rng, photos = np.random.default_rng(count), photographs()
     for _ in range(count):
@@ -203,7 +203,7 @@ def test_videos_equal_transformers(cfg: ProcessorConfig, count: int) -> None:
 
 def test_video_patch_layout_is_exact() -> None:
     processor = video_processor(CFG)
-    import torch
+    torch = pytest.importorskip("torch")
 
     rng = np.random.default_rng(5)
     for grid in ((2, 1, 3), (5, 2, 2), (8, 4, 1)):

@@ -403,7 +403,7 @@ def test_sampling_equals_transformers() -> None:
 
 def test_files_equal_transformers_from_end_to_end() -> None:
     processor = video_processor(CFG)
-    import torch
+    torch = pytest.importorskip("torch")
     from transformers.video_utils import VideoMetadata
 
     rng = np.random.default_rng(3)
