@@ -128,7 +128,7 @@ class VideoFile:
                         f"{self._param}: the video has more than {limit} frames, the limit; cut it",
                         param=self._param,
                     )
-        except FFmpegError:
+        except (FFmpegError, ValueError):
             raise media_error(self._param, "the video is damaged or truncated") from None
         return packets
 
@@ -160,7 +160,7 @@ class VideoFile:
         for packet in (*self._packets[self._entry(first) :], None):
             try:
                 frames = self._stream.codec_context.decode(packet)
-            except FFmpegError:
+            except (FFmpegError, ValueError):  # ValueError: a codec that became unknown
                 order += 1
                 continue
             for frame in frames:
