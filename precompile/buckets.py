@@ -1,10 +1,7 @@
 """Every shape that can occur on the device, and why: capacities follow from the limits alone."""
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
-
-from tpu_vl.errors import ConfigError
 
 # Work inside a program is bounded by data, so a capacity costs code, not time: steps of four keep
 # the list short, and the smallest ones serve what is latency-bound.
@@ -70,15 +67,3 @@ def patch_plan(
     if capacities[-1] < top:
         capacities.append(top)
     return PatchPlan(tuple(capacities), row_block)
-
-
-def smallest_capacity(size: int, capacities: Sequence[int], what: str) -> int:
-    """The smallest capacity that holds `size`.
-
-    Raises:
-        ConfigError: none does; the message quotes both numbers.
-    """
-    for capacity in capacities:
-        if size <= capacity:
-            return capacity
-    raise ConfigError(f"{size} {what} exceed the largest compiled capacity {capacities[-1]}")

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jaxlib
+import jaxlib.version
 from jax.experimental import serialize_executable
 from jax.sharding import Mesh
 
@@ -69,7 +69,7 @@ def key_fields(mesh: Mesh, configs: Mapping[str, Any]) -> dict[str, Any]:
     package = Path(__file__).resolve().parents[1]
     fields: dict[str, Any] = {
         "jax": jax.__version__,
-        "jaxlib": jaxlib.__version__,
+        "jaxlib": jaxlib.version.__version__,
         "runtime": device.client.platform_version,
         "platform": device.platform,
         "device_kind": device.device_kind,
@@ -78,7 +78,7 @@ def key_fields(mesh: Mesh, configs: Mapping[str, Any]) -> dict[str, Any]:
         "num_devices": jax.device_count(),
         "xla_flags": normalised_flags(os.environ.get("XLA_FLAGS", "")),
         "libtpu_flags": normalised_flags(os.environ.get("LIBTPU_INIT_ARGS", "")),
-        "matmul_precision": str(jax.config.jax_default_matmul_precision),
+        "matmul_precision": str(jax.config.read("jax_default_matmul_precision")),
         "sources": source_digest(_source_roots(package)),
     }
     if device.platform == "cpu":

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from tpu_vl.kernels import online_softmax
 from tpu_vl.kernels.checks import precision, round_up
 from tpu_vl.kernels.paged_attention.pages import (
     Batch,
@@ -15,7 +16,6 @@ from tpu_vl.kernels.paged_attention.pages import (
     write_pages,
 )
 
-MASKED = -0.7 * float(jnp.finfo(jnp.float32).max)  # finite: a row without a key gives no NaN
 SMALL_BATCH = 32  # tokens up to which every token is a tile: one pass, half the program
 DECODE_GROUP = 16  # single tokens per iteration
 PREFILL_TILE = 64  # queries per iteration
@@ -49,7 +49,7 @@ def dense(
         "tkgh,xkh->kgtx", q_TKGH, kv_XK2H[:, :, 0], precision=lax.Precision.HIGHEST
     )
     seen_TX = (seq_T[:, None] == seq_X) & (position_X <= position_T[:, None]) & valid_T[:, None]
-    weights_KGTX = jax.nn.softmax(jnp.where(seen_TX, logits_KGTX, MASKED), axis=-1)
+    weights_KGTX = jax.nn.softmax(jnp.where(seen_TX, logits_KGTX, online_softmax.MASKED), axis=-1)
     out_TKGH = jnp.einsum(
         "kgtx,xkh->tkgh", weights_KGTX, kv_XK2H[:, :, 1], precision=lax.Precision.HIGHEST
     )
@@ -172,8 +172,7 @@ def attend_tiles(
         q_IKRH = jnp.swapaxes(q, 1, 2).reshape(group, num_kv_heads, rows_per_tile, width)
         position_IR = position_I[:, None] + jnp.repeat(offset_R, rows_per_tile // tile)
 
-        def key_block(i: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-            top_IKR, total_IKR, sum_IKRH = state
+        def key_block(i: jax.Array, state: online_softmax.State) -> online_softmax.State:
             page_IM = lax.dynamic_slice_in_dim(table_BM, i * block_pages, block_pages, 1)[seq_I]
             k_IKXH, v_IKXH = (
                 x.astype(q_TNH.dtype)
@@ -190,26 +189,9 @@ def attend_tiles(
                 preferred_element_type=jnp.float32,
             )
             seen_IRX = (position_X <= position_IR[..., None]) & live_IX[:, None]
-            seen = seen_IRX[:, None]
-            logits_IKRX = jnp.where(seen, logits_IKRX, MASKED)
-            new_top_IKR = jnp.maximum(top_IKR, logits_IKRX.max(axis=-1))
-            weights_IKRX = jnp.where(seen, jnp.exp(logits_IKRX - new_top_IKR[..., None]), 0)
-            decay_IKR = jnp.exp(top_IKR - new_top_IKR)
-            part_IKRH = jnp.einsum(
-                "ikrx,ikxh->ikrh",
-                weights_IKRX.astype(v_IKXH.dtype),
-                v_IKXH,
-                precision=exact,
-                preferred_element_type=jnp.float32,
-            )
-            total_IKR = total_IKR * decay_IKR + weights_IKRX.sum(axis=-1)
-            return new_top_IKR, total_IKR, sum_IKRH * decay_IKR[..., None] + part_IKRH
+            return online_softmax.update(state, logits_IKRX, seen_IRX[:, None], v_IKXH, exact)
 
-        start = (
-            jnp.full(q_IKRH.shape[:3], MASKED, jnp.float32),
-            jnp.zeros(q_IKRH.shape[:3], jnp.float32),
-            jnp.zeros(q_IKRH.shape, jnp.float32),
-        )
+        start = online_softmax.start(q_IKRH.shape)
         _, total_IKR, sum_IKRH = lax.fori_loop(0, count_J[j], key_block, start)
         found = (sum_IKRH / total_IKR[..., None]).astype(out_TNH.dtype)
         found = found.reshape(group, num_kv_heads, tile, -1, width)

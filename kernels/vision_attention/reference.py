@@ -4,10 +4,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from tpu_vl.kernels import online_softmax
 from tpu_vl.kernels.checks import precision
 
 BLOCK = 256  # patches; on CPU 512 is faster for one large frame, 64 or 128 for many small ones
-MASKED = -0.7 * float(jnp.finfo(jnp.float32).max)  # finite: a row without a key gives no NaN
 
 
 def dense(
@@ -26,7 +26,7 @@ def dense(
     )
     logits_NPQ = scale * jnp.einsum("pnh,qnh->npq", q, k, precision=lax.Precision.HIGHEST)
     same_PQ = (bounds_2P[0][:, None] == bounds_2P[0][None]) & valid_P[:, None] & valid_P[None]
-    weights_NPQ = jax.nn.softmax(jnp.where(same_PQ, logits_NPQ, MASKED), axis=-1)
+    weights_NPQ = jax.nn.softmax(jnp.where(same_PQ, logits_NPQ, online_softmax.MASKED), axis=-1)
     out_PNH = jnp.einsum("npq,qnh->pnh", weights_NPQ, v, precision=lax.Precision.HIGHEST)
     return jnp.where(valid_P[:, None, None], out_PNH, 0).astype(q_PNH.dtype)
 
@@ -79,8 +79,7 @@ def blocked(
     def query_block(i: jax.Array, out_NPH: jax.Array) -> jax.Array:
         q_NXH, bounds_2X = rows(q_NPH, i, 1), rows(bounds_2P, i, 1)
 
-        def key_block(j: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-            top_NX, total_NX, sum_NXH = state
+        def key_block(j: jax.Array, state: online_softmax.State) -> online_softmax.State:
             key_Y = j * block + offset_X
             v_NYH = jnp.where((key_Y < num_patches)[:, None], rows(v_NPH, j, 1), 0)
             logits_NXY = scale * jnp.einsum(
@@ -91,25 +90,9 @@ def blocked(
                 preferred_element_type=jnp.float32,
             )
             seen_XY = (key_Y >= bounds_2X[0][:, None]) & (key_Y < bounds_2X[1][:, None])
-            logits_NXY = jnp.where(seen_XY, logits_NXY, MASKED)
-            new_top_NX = jnp.maximum(top_NX, logits_NXY.max(axis=-1))
-            weights_NXY = jnp.where(seen_XY, jnp.exp(logits_NXY - new_top_NX[..., None]), 0)
-            decay_NX = jnp.exp(top_NX - new_top_NX)
-            part_NXH = jnp.einsum(
-                "nxy,nyh->nxh",
-                weights_NXY.astype(v_NYH.dtype),
-                v_NYH,
-                precision=exact,
-                preferred_element_type=jnp.float32,
-            )
-            total_NX = total_NX * decay_NX + weights_NXY.sum(axis=-1)
-            return new_top_NX, total_NX, sum_NXH * decay_NX[..., None] + part_NXH
+            return online_softmax.update(state, logits_NXY, seen_XY, v_NYH, exact)
 
-        start = (
-            jnp.full((num_heads, block), MASKED, jnp.float32),
-            jnp.zeros((num_heads, block), jnp.float32),
-            jnp.zeros((num_heads, block, width), jnp.float32),
-        )
+        start = online_softmax.start((num_heads, block, width))
         _, total_NX, sum_NXH = lax.fori_loop(start_I[i], end_I[i], key_block, start)
         valid_X = i * block + offset_X < num_patches
         found_NXH = jnp.where(valid_X[:, None], sum_NXH / total_NX[..., None], 0)

@@ -2,11 +2,9 @@
 
 import math
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tpu_vl.errors import ConfigError
 from tpu_vl.precompile import buckets
 
 
@@ -38,9 +36,3 @@ def test_patch_capacities_split_over_the_mesh(frame: int, block: int, tp: int) -
 def test_four_capacities_cover_the_largest_frame() -> None:
     plan = buckets.patch_plan(65_536, 1_024, 4, 2)
     assert plan.capacities == (1_024, 4_096, 16_384, 65_536)
-
-
-def test_smallest_capacity_quotes_both_numbers() -> None:
-    assert buckets.smallest_capacity(257, (256, 1024), "patches") == 1024
-    with pytest.raises(ConfigError, match=r"1025 patches exceed the largest .* 1024"):
-        buckets.smallest_capacity(1025, (256, 1024), "patches")

@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from tpu_vl import tree
 from tpu_vl.errors import ConfigError
 from tpu_vl.kernels.paged_attention.api import paged_attention
-from tpu_vl.mesh import MODEL
+from tpu_vl.mesh import MODEL, replicated
 from tpu_vl.models import ops, qwen3_vision
 from tpu_vl.models.family import (
     Backend,
@@ -416,7 +416,7 @@ def _media_rows(x_TD: jax.Array, pool_RJD: Any, pool_row_T: Any, column: int) ->
 
 
 def _replicate(x: jax.Array, backend: Backend) -> jax.Array:
-    return jax.lax.with_sharding_constraint(x, NamedSharding(backend.mesh, PartitionSpec()))
+    return jax.lax.with_sharding_constraint(x, replicated(backend.mesh))
 
 
 def final_norm(params: TextParams, hidden_RD: jax.Array, *, cfg: Qwen3VLConfig) -> jax.Array:
