@@ -78,7 +78,9 @@ def key_fields(mesh: Mesh, configs: Mapping[str, Any]) -> dict[str, Any]:
         "num_devices": jax.device_count(),
         "xla_flags": normalised_flags(os.environ.get("XLA_FLAGS", "")),
         "libtpu_flags": normalised_flags(os.environ.get("LIBTPU_INIT_ARGS", "")),
-        "matmul_precision": str(jax.config.read("jax_default_matmul_precision")),
+        "matmul_precision": str(
+            jax.config.jax_default_matmul_precision  # pyright: ignore[reportAttributeAccessIssue]
+        ),
         "sources": source_digest(_source_roots(package)),
     }
     if device.platform == "cpu":
