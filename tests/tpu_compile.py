@@ -11,13 +11,12 @@ import sys
 from pathlib import Path
 
 import jax
-from jax.experimental import topologies
 from jax.sharding import Mesh
 
 from tpu_vl.mesh import make_mesh
+from tpu_vl.precompile.targets import describe_devices, parse_target
 
 ROOT = Path(__file__).resolve().parents[1]
-ACCELERATOR_TYPES = {"v5e:2x2": "v5litepod-4", "v6e:2x2": "v6e-4", "v5p:2x2x1": "v5p-8"}
 
 
 def have_libtpu() -> bool:
@@ -27,8 +26,7 @@ def have_libtpu() -> bool:
 
 def tpu_topology_mesh(topology: str, tp: int) -> Mesh:
     """The project's mesh over the first `tp` described, absent devices of a topology."""
-    described = topologies.get_topology_desc(platform="tpu", topology_name=topology)
-    return make_mesh(tp, described.devices)
+    return make_mesh(tp, describe_devices(parse_target(topology)))
 
 
 def on(array: jax.ShapeDtypeStruct, mesh: Mesh, *axes: str | None) -> jax.ShapeDtypeStruct:
@@ -39,21 +37,13 @@ def on(array: jax.ShapeDtypeStruct, mesh: Mesh, *axes: str | None) -> jax.ShapeD
     )
 
 
-def run_script(script: str, *args: str, topology: str = "v6e:2x2", timeout_s: float = 240) -> str:
-    """Runs Python source in an environment fit for `tpu_topology_mesh`; returns its output.
+def run_script(script: str, *args: str, timeout_s: float = 240) -> str:
+    """Runs Python source in a process of its own, for `tpu_topology_mesh`; returns its output.
 
     Raises:
         AssertionError: the script failed; the message carries what it wrote.
     """
-    settings = {
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "",
-        "TPU_SKIP_MDS_QUERY": "1",
-        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # another process may be compiling, or serving
-        "TPU_ACCELERATOR_TYPE": ACCELERATOR_TYPES[topology],
-        "TPU_WORKER_HOSTNAMES": "localhost",
-        "PYTHONPATH": str(ROOT),
-    }
+    settings = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         [sys.executable, "-c", script, *args],
         env=os.environ | settings,

@@ -1,22 +1,32 @@
 """Causal attention of a ragged batch over paged K and V, the new tokens' own included."""
 
 from collections.abc import Callable
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
-from tpu_vl.kernels import checks, sharding
-from tpu_vl.kernels.paged_attention import reference, shipped_tpu
-from tpu_vl.kernels.paged_attention.pages import Batch, cache_dtype, cache_shape, cache_spec
+from tpu_vl.kernels import checks, interpret, sharding
+from tpu_vl.kernels.paged_attention import pallas_tpu, reference
+from tpu_vl.kernels.paged_attention.blocks import Blocks
+from tpu_vl.kernels.paged_attention.pages import (
+    Batch,
+    cache_dtype,
+    cache_shape,
+    cache_spec,
+    num_parts,
+    num_shards,
+)
 
 __all__ = ["cache_dtype", "cache_shape", "cache_spec", "paged_attention", "pick"]
 
 _IMPLEMENTATIONS: dict[str, Callable[..., tuple[jax.Array, jax.Array]]] = {
     "dense": reference.dense,
     "blocked": reference.blocked,
-    "pallas": shipped_tpu.ragged,
+    "pallas": pallas_tpu.ragged,
 }
+QUANTISED = ("int8", "float8_e4m3fn")
 
 pick = checks.default_implementation
 
@@ -33,6 +43,8 @@ def paged_attention(
     scale: float,
     implementation: str,
     mesh: Mesh | None,
+    kv_scales_2K: jax.Array | None = None,
+    blocks: Blocks | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Writes the new tokens' K and V into the pages and attends to each sequence's cache.
 
@@ -56,10 +68,13 @@ def paged_attention(
             padding sequences.
         scale: factor of the logits, usually H ** -0.5.
         implementation: "dense" (the truth; materialises all logits, differentiable), "blocked"
-            (CPU and GPU: work grows with the tokens' own causal limits) or "pallas" (TPU: the
-            ragged paged attention kernel that jax ships); see `pick`.
+            (CPU and GPU: work grows with the tokens' own causal limits) or "pallas" (TPU; on CPU
+            interpreted, slowly); see `pick`.
         mesh: with a "model" axis; heads are sharded over it if it divides K, else every device
             computes them all. None: one device.
+        kv_scales_2K: float32 steps of a quantised cache (int8 or float8_e4m3fn), of K and of V of
+            each head: the pages hold value / step, rounded. None: the pages hold the values.
+        blocks: sizes for "pallas" that do not change a result; None: those of blocks.py.
 
     Returns:
         out_TNH, dtype of `q_TNH`, and the updated pages_LSCH.
@@ -68,22 +83,31 @@ def paged_attention(
         ValueError: a shape, dtype or name breaks the contract; the message names it.
     """
     _check(q_TNH, k_TKH, v_TKH, pages_LSCH, page_table_BM, q_starts_B, kv_lens_B)
+    _check_pages(k_TKH, pages_LSCH, kv_scales_2K, mesh)
     checks.check_implementation(implementation, _IMPLEMENTATIONS)
+    attend = _IMPLEMENTATIONS[implementation]
+    if implementation == "pallas":
+        attend = partial(attend, target=interpret.target(mesh), blocks=blocks)
 
     def run(
-        q: jax.Array, k: jax.Array, v: jax.Array, pages: jax.Array, *addresses: jax.Array
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        pages: jax.Array,
+        scales: jax.Array | None,
+        *addresses: jax.Array,
     ) -> tuple[jax.Array, jax.Array]:
         batch = Batch(jnp.clip(addresses[0], 0, pages.shape[0] - 1), *addresses[1:])
-        return _IMPLEMENTATIONS[implementation](q, k, v, pages, batch, scale=scale)
+        return attend(q, k, v, pages, batch, scale=scale, kv_scales_2K=scales)
 
     axis = sharding.heads_axis(k_TKH.shape[1], mesh)
     heads, pages = PartitionSpec(None, axis, None), PartitionSpec(None, None, axis, None)
     whole = PartitionSpec()
-    split = sharding.on_mesh(
-        run, mesh, (heads, heads, heads, pages, whole, whole, whole), (heads, pages)
-    )
+    in_specs = (heads, heads, heads, pages, PartitionSpec(None, axis), whole, whole, whole)
+    split = sharding.on_mesh(run, mesh, in_specs, (heads, pages))
+    addresses = (page_table_BM, q_starts_B, kv_lens_B)
     with jax.named_scope("paged_attention"):
-        return split(q_TNH, k_TKH, v_TKH, pages_LSCH, page_table_BM, q_starts_B, kv_lens_B)
+        return split(q_TNH, k_TKH, v_TKH, pages_LSCH, kv_scales_2K, *addresses)
 
 
 def _check(
@@ -97,7 +121,7 @@ def _check(
 ) -> None:
     for name, array, rank in (("q_TNH", q_TNH, 3), ("k_TKH", k_TKH, 3), ("pages", pages_LSCH, 4)):
         checks.check_rank(name, array, rank)
-        checks.check_float(name, array)
+    checks.check_float("q_TNH", q_TNH)
     num_tokens, num_heads, width = q_TNH.shape
     num_kv_heads = k_TKH.shape[1]
     checks.check_shape("k_TKH", k_TKH, (num_tokens, num_kv_heads, width))
@@ -107,16 +131,6 @@ def _check(
             raise ValueError(f"{name} has dtype {array.dtype}; q_TNH has {q_TNH.dtype}: make equal")
     if num_heads % num_kv_heads:
         raise ValueError(f"N={num_heads} query heads are no multiple of K={num_kv_heads} heads")
-    if pages_LSCH.shape[2] != 2 * num_kv_heads or pages_LSCH.shape[3] < width:
-        raise ValueError(
-            f"pages_LSCH has shape {pages_LSCH.shape}; with K={num_kv_heads} and H={width} its "
-            f"last dims must be {2 * num_kv_heads} and at least {width}: use cache_shape"
-        )
-    if pages_LSCH.dtype not in (q_TNH.dtype, jnp.float32):
-        raise ValueError(
-            f"pages_LSCH has dtype {pages_LSCH.dtype}, q_TNH {q_TNH.dtype}: pages must have the "
-            "dtype of q_TNH or float32: use cache_dtype"
-        )
     checks.check_rank("page_table_BM", page_table_BM, 2)
     num_seqs = page_table_BM.shape[0]
     checks.check_shape("q_starts_B", q_starts_B, (num_seqs + 1,))
@@ -127,3 +141,30 @@ def _check(
         ("kv_lens_B", kv_lens_B),
     ):
         checks.check_int32(name, array)
+
+
+def _check_pages(
+    k_TKH: jax.Array, pages_LSCH: jax.Array, kv_scales_2K: jax.Array | None, mesh: Mesh | None
+) -> None:
+    _, num_kv_heads, width = k_TKH.shape
+    shards = num_shards(num_kv_heads, mesh)
+    needed = 2 * num_kv_heads // shards * num_parts(pages_LSCH, width)
+    num_rows = pages_LSCH.shape[2]
+    if num_rows % shards or num_rows // shards < needed:
+        raise ValueError(
+            f"pages_LSCH has shape {pages_LSCH.shape}; with K={num_kv_heads} and H={width} on "
+            f"{shards} devices its third dim must hold {needed} rows on each: use cache_shape"
+        )
+    dtype = pages_LSCH.dtype
+    if kv_scales_2K is None:
+        if dtype not in (k_TKH.dtype, jnp.float32):
+            raise ValueError(
+                f"pages_LSCH has dtype {dtype}, k_TKH {k_TKH.dtype}: without kv_scales_2K pages "
+                "must have the dtype of k_TKH or float32: use cache_dtype"
+            )
+        return
+    if dtype.name not in QUANTISED:
+        raise ValueError(f"pages_LSCH has dtype {dtype}; with kv_scales_2K one of {QUANTISED}")
+    checks.check_shape("kv_scales_2K", kv_scales_2K, (2, num_kv_heads))
+    if kv_scales_2K.dtype != jnp.float32:
+        raise ValueError(f"kv_scales_2K has dtype {kv_scales_2K.dtype}; it must be float32")

@@ -18,7 +18,8 @@ class Case:
         q_lens: new tokens of each live sequence.
         past_lens: tokens of each already in the cache.
         dtype: of q, k, v.
-        cache_dtype: of the pages.
+        cache_dtype: of the pages; int8 for TPU v5 and v6, float8_e4m3fn for 7x.
+        tp: devices over which the heads are split where it divides them.
     """
 
     num_tokens: int
@@ -32,6 +33,7 @@ class Case:
     past_lens: tuple[int, ...]
     dtype: str = "float32"
     cache_dtype: str = "float32"
+    tp: int = 1
 
 
 def _small(q_lens: tuple[int, ...], past_lens: tuple[int, ...], **changes: object) -> Case:
@@ -62,23 +64,90 @@ SMALL: dict[str, Case] = {
 }
 
 
-def _qwen3_vl_8b(num_tokens: int, q_lens: tuple[int, ...], past_lens: tuple[int, ...]) -> Case:
+QUANTISED: dict[str, Case] = {
+    "int8": _small((1, 40, 1, 3), (200, 0, 15, 61), cache_dtype="int8"),
+    "int8_bfloat16": _small((1, 50, 2), (70, 0, 30), dtype="bfloat16", cache_dtype="int8"),
+    "float8": _small((1, 50, 2), (70, 0, 30), dtype="bfloat16", cache_dtype="float8_e4m3fn"),
+}
+
+# Query heads, K/V heads and head width of the language models' attention.
+MODELS: dict[str, tuple[int, int, int]] = {
+    "qwen3_vl_2b": (16, 8, 128),
+    "qwen3_vl_4b": (32, 8, 128),
+    "qwen3_vl_8b": (32, 8, 128),
+    "qwen3_vl_32b": (64, 8, 128),
+    "qwen3_vl_30b_a3b": (32, 4, 128),
+    "qwen3_vl_235b_a22b": (64, 4, 128),
+    "qwen2_5_vl_7b": (28, 4, 128),
+    "qwen3_5_27b": (24, 4, 256),
+    "qwen3_5_35b_a3b": (16, 2, 256),
+    "qwen3_5_397b_a17b": (32, 2, 256),
+}
+DEVICES = (1, 4, 8)
+
+
+def _real(
+    model: str,
+    num_tokens: int,
+    q_lens: tuple[int, ...],
+    past_lens: tuple[int, ...],
+    tp: int,
+    page_size: int = 64,
+    cache_dtype: str = "bfloat16",
+) -> Case:
+    num_heads, num_kv_heads, width = MODELS[model]
     return Case(
         num_tokens=num_tokens,
         num_seqs=64,
-        num_heads=32,
-        num_kv_heads=8,
-        width=128,
-        page_size=64,
-        max_pages=512,
+        num_heads=num_heads,
+        num_kv_heads=max(num_kv_heads, tp),  # fewer heads than devices are repeated
+        width=width,
+        page_size=page_size,
+        max_pages=32768 // page_size,
         q_lens=q_lens,
         past_lens=past_lens,
         dtype="bfloat16",
-        cache_dtype="bfloat16",
+        cache_dtype=cache_dtype,
+        tp=tp,
     )
 
 
-QWEN3_VL_8B: dict[str, Case] = {
-    "qwen3_vl_8b_decode": _qwen3_vl_8b(64, (1,) * 64, (2000,) * 64),
-    "qwen3_vl_8b_prefill": _qwen3_vl_8b(1024, (1024,), (0,)),
+def _decode(model: str, tp: int, page_size: int = 64, cache_dtype: str = "bfloat16") -> Case:
+    """64 sequences whose context is 4096 tokens, the new one included."""
+    return _real(model, 64, (1,) * 64, (4095,) * 64, tp, page_size, cache_dtype)
+
+
+def _prefill(model: str, tp: int, cache_dtype: str = "bfloat16") -> Case:
+    """A chunk of 1024 tokens that ends at 8192."""
+    return _real(model, 1024, (1024,), (8192 - 1024,), tp, cache_dtype=cache_dtype)
+
+
+def _whole_heads(model: str, tp: int) -> bool:
+    return MODELS[model][0] % tp == 0
+
+
+REAL: dict[str, Case] = {
+    **{
+        f"{model}_decode_4096_tp{tp}": _decode(model, tp)
+        for model in MODELS
+        for tp in DEVICES
+        if _whole_heads(model, tp)
+    },
+    **{
+        f"{model}_prefill_1024_at_8192_tp{tp}": _prefill(model, tp)
+        for model in MODELS
+        for tp in DEVICES
+        if _whole_heads(model, tp)
+    },
+    **{
+        f"qwen3_vl_8b_decode_4096_page{size}_tp4": _decode("qwen3_vl_8b", 4, page_size=size)
+        for size in (16, 32, 128, 256)
+    },
+    **{
+        f"{model}_{what}_{dtype}_tp{tp}": make(model, tp, cache_dtype=dtype)
+        for model in ("qwen3_vl_8b", "qwen3_5_397b_a17b")
+        for tp in DEVICES
+        for dtype in ("int8", "float8_e4m3fn")
+        for what, make in (("decode_4096", _decode), ("prefill_1024_at_8192", _prefill))
+    },
 }

@@ -29,28 +29,52 @@ class Batch(NamedTuple):
         return self.q_starts_B[1:] - self.q_starts_B[:-1]
 
 
+def num_shards(num_kv_heads: int, mesh: Mesh | None) -> int:
+    """Devices over which K heads are spread: the size of "model" if it divides K, else 1."""
+    axis = sharding.heads_axis(num_kv_heads, mesh)
+    return 1 if mesh is None or axis is None else mesh.shape[axis]
+
+
 def cache_shape(
     num_pages: int,
     page_size: int,
     num_kv_heads: int,
     head_dim: int,
     implementation: str = "blocked",
+    *,
+    dtype: Any = "bfloat16",
+    mesh: Mesh | None = None,
 ) -> tuple[int, int, int, int]:
-    """The shape of one layer's pages: [page, slot, C, H], C = 2K.
+    """The shape of one layer's pages: [page, slot, C, H], C = 2K where nothing is padded.
 
     K and V of a head are neighbours (k0, v0, k1, v1, ...), so that a shard of C holds whole heads
-    and a pair of bfloat16 values shares a 32-bit word.
+    and the two share a 32-bit word in bfloat16.
 
     Args:
         num_pages: L, >= 1.
         page_size: S, tokens per page, >= 1.
         num_kv_heads: K of the whole model (not of one device).
         head_dim: H.
-        implementation: for "pallas" H is padded to a multiple of 128 lanes; the padding is never
-            read into a result.
+        implementation: for "pallas" rows are 128 wide: a narrower head is padded to it, a wider one
+            takes several pairs of rows (k0 lanes 0-127, v0 lanes 0-127, k0 lanes 128-255, ...), and
+            each device's rows are padded to what tiles without gaps: whole 32-bit words, and a
+            power of two or a multiple of 8. The padding is never read into a result.
+        dtype: of the pages; 8-bit ones pack four rows in a word.
+        mesh: over which `cache_spec` spreads C; None: one device.
     """
-    width = round_up(head_dim, NUM_LANES) if implementation == "pallas" else head_dim
-    return (num_pages, page_size, 2 * num_kv_heads, width)
+    if implementation != "pallas":
+        return (num_pages, page_size, 2 * num_kv_heads, head_dim)
+    shards = num_shards(num_kv_heads, mesh)
+    rows = 2 * num_kv_heads // shards * -(-head_dim // NUM_LANES)
+    padded = 4 // jnp.dtype(dtype).itemsize
+    while padded < min(rows, 8):
+        padded *= 2
+    return (num_pages, page_size, shards * round_up(rows, padded), NUM_LANES)
+
+
+def num_parts(pages_LSCH: jax.Array, width: int) -> int:
+    """Pairs of rows that a head of `width` takes in these pages."""
+    return -(-width // pages_LSCH.shape[3])
 
 
 def cache_dtype(dtype: str, platform: str) -> Any:
@@ -88,33 +112,79 @@ def token_rows(batch: Batch, num_tokens: int) -> tuple[jax.Array, jax.Array, jax
     return seq_T, position_T, token_T < batch.q_starts_B[-1]
 
 
+def new_rows(
+    k_TKH: jax.Array,
+    v_TKH: jax.Array,
+    pages_LSCH: jax.Array,
+    kv_scales_2K: jax.Array | None,
+) -> jax.Array:
+    """The new tokens as they stand in the pages: [T, C, lanes], in the pages' dtype.
+
+    Quantised: divided by the scale, rounded to the nearest even step, clipped to the dtype's range.
+    """
+    _, _, num_rows, lanes = pages_LSCH.shape
+    num_tokens, num_heads, width = k_TKH.shape
+    parts = num_parts(pages_LSCH, width)
+    kv = jnp.stack([k_TKH, v_TKH], axis=2)
+    if kv_scales_2K is not None:
+        kv = _quantised(kv.astype(jnp.float32) / kv_scales_2K.T[:, :, None], pages_LSCH.dtype)
+    kv = jnp.pad(kv, ((0, 0), (0, 0), (0, 0), (0, parts * lanes - width)))
+    kv = jnp.swapaxes(kv.reshape(num_tokens, num_heads, 2, parts, lanes), 2, 3)
+    rows = kv.reshape(num_tokens, 2 * num_heads * parts, lanes)
+    rows = jnp.pad(rows, ((0, 0), (0, num_rows - rows.shape[1]), (0, 0)))
+    return rows.astype(pages_LSCH.dtype)
+
+
+def _quantised(values: jax.Array, dtype: Any) -> jax.Array:
+    if jnp.issubdtype(dtype, jnp.integer):
+        info = jnp.iinfo(dtype)
+        return jnp.clip(jnp.round(values), -info.max, info.max)
+    top = float(jnp.finfo(dtype).max)
+    return jnp.clip(values, -top, top)
+
+
 def write_pages(
-    pages_LSCH: jax.Array, k_TKH: jax.Array, v_TKH: jax.Array, batch: Batch
+    pages_LSCH: jax.Array,
+    k_TKH: jax.Array,
+    v_TKH: jax.Array,
+    batch: Batch,
+    kv_scales_2K: jax.Array | None,
 ) -> jax.Array:
     """Scatters the new tokens' K and V into their slots; padding tokens write nowhere."""
-    num_pages, page_size, num_rows, page_width = pages_LSCH.shape
-    num_tokens, num_kv_heads, width = k_TKH.shape
-    seq_T, position_T, valid_T = token_rows(batch, num_tokens)
+    num_pages, page_size = pages_LSCH.shape[:2]
+    seq_T, position_T, valid_T = token_rows(batch, len(k_TKH))
     page_T = batch.page_table_BM[seq_T, position_T // page_size]
     page_T = jnp.where(valid_T, page_T, num_pages)
-    kv_TCH = jnp.stack([k_TKH, v_TKH], axis=2).reshape(num_tokens, 2 * num_kv_heads, width)
-    kv_TCH = jnp.pad(kv_TCH, ((0, 0), (0, num_rows - 2 * num_kv_heads), (0, page_width - width)))
-    kv_TCH = kv_TCH.astype(pages_LSCH.dtype)
-    return pages_LSCH.at[page_T, position_T % page_size].set(kv_TCH, mode="drop")
+    rows_TCH = new_rows(k_TKH, v_TKH, pages_LSCH, kv_scales_2K)
+    return pages_LSCH.at[page_T, position_T % page_size].set(rows_TCH, mode="drop")
 
 
 def gather_heads(
-    pages_LSCH: jax.Array, page_IM: jax.Array, num_kv_heads: int, width: int
+    pages_LSCH: jax.Array,
+    page_IM: jax.Array,
+    num_kv_heads: int,
+    width: int,
+    kv_scales_2K: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array]:
     """K and V of some pages, heads outermost: two arrays [I, K, M * S, H].
 
-    The head index is part of the gather: a transpose after it costs twice as much on CPU.
+    The head index is part of the gather: a transpose after it costs twice as much on CPU. Values of
+    quantised pages come back multiplied by their scales, float32; others as they are.
     """
+    parts = num_parts(pages_LSCH, width)
 
     def gather(offset: int) -> jax.Array:
-        row_K = 2 * jnp.arange(num_kv_heads) + offset
-        found = pages_LSCH.at[page_IM[:, None], :, row_K[None, :, None], :width]
+        found = [gather_part(offset, part) for part in range(parts)]
+        found_IKXH = found[0] if parts == 1 else jnp.concatenate(found, axis=-1)[..., :width]
+        if kv_scales_2K is None:
+            return found_IKXH
+        return found_IKXH.astype(jnp.float32) * kv_scales_2K[offset][:, None, None]
+
+    def gather_part(offset: int, part: int) -> jax.Array:
+        row_K = 2 * (parts * jnp.arange(num_kv_heads) + part) + offset
+        lanes = min(width, pages_LSCH.shape[3])
+        found = pages_LSCH.at[page_IM[:, None], :, row_K[None, :, None], :lanes]
         found_IKMSH = found.get(mode="promise_in_bounds")
-        return found_IKMSH.reshape(page_IM.shape[0], num_kv_heads, -1, width)
+        return found_IKMSH.reshape(page_IM.shape[0], num_kv_heads, -1, lanes)
 
     return gather(0), gather(1)

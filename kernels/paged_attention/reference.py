@@ -1,20 +1,13 @@
 """Paged attention in plain XLA: `dense`, the truth, and `blocked`, which serves on CPU and GPU."""
 
-from typing import NamedTuple
-
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from tpu_vl.kernels import online_softmax
 from tpu_vl.kernels.checks import precision, round_up
-from tpu_vl.kernels.paged_attention.pages import (
-    Batch,
-    gather_heads,
-    owner,
-    token_rows,
-    write_pages,
-)
+from tpu_vl.kernels.paged_attention.pages import Batch, gather_heads, token_rows, write_pages
+from tpu_vl.kernels.paged_attention.tiles import Tiles, make_tiles
 
 SMALL_BATCH = 32  # tokens up to which every token is a tile: one pass, half the program
 DECODE_GROUP = 16  # single tokens per iteration
@@ -30,71 +23,32 @@ def dense(
     batch: Batch,
     *,
     scale: float,
+    kv_scales_2K: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array]:
     """Every token's logits against the whole context of every sequence, masked, in float32."""
     num_tokens, num_heads, width = q_TNH.shape
     num_kv_heads = k_TKH.shape[1]
-    pages_LSCH = write_pages(pages_LSCH, k_TKH, v_TKH, batch)
+    pages_LSCH = write_pages(pages_LSCH, k_TKH, v_TKH, batch, kv_scales_2K)
     num_seqs, num_entries = batch.page_table_BM.shape
     num_slots = pages_LSCH.shape[1]
     seq_T, position_T, valid_T = token_rows(batch, num_tokens)
-    kv = pages_LSCH[batch.page_table_BM, :, : 2 * num_kv_heads, :width]
-    kv_XK2H = kv.reshape(-1, num_kv_heads, 2, width).astype(jnp.float32)
+    found = gather_heads(
+        pages_LSCH, batch.page_table_BM.reshape(1, -1), num_kv_heads, width, kv_scales_2K
+    )
     seq_X = jnp.repeat(jnp.arange(num_seqs), num_entries * num_slots)
     position_X = jnp.tile(jnp.arange(num_entries * num_slots), num_seqs)
-    kv_XK2H = jnp.where((position_X < batch.kv_lens_B[seq_X])[:, None, None, None], kv_XK2H, 0)
+    live_X = position_X < batch.kv_lens_B[seq_X]
+    k_KXH, v_KXH = (jnp.where(live_X[:, None], x[0].astype(jnp.float32), 0) for x in found)
     q_TKGH = jnp.where(valid_T[:, None, None], q_TNH, 0).astype(jnp.float32)
     q_TKGH = q_TKGH.reshape(num_tokens, num_kv_heads, -1, width)
     logits_KGTX = scale * jnp.einsum(
-        "tkgh,xkh->kgtx", q_TKGH, kv_XK2H[:, :, 0], precision=lax.Precision.HIGHEST
+        "tkgh,kxh->kgtx", q_TKGH, k_KXH, precision=lax.Precision.HIGHEST
     )
     seen_TX = (seq_T[:, None] == seq_X) & (position_X <= position_T[:, None]) & valid_T[:, None]
     weights_KGTX = jax.nn.softmax(jnp.where(seen_TX, logits_KGTX, online_softmax.MASKED), axis=-1)
-    out_TKGH = jnp.einsum(
-        "kgtx,xkh->tkgh", weights_KGTX, kv_XK2H[:, :, 1], precision=lax.Precision.HIGHEST
-    )
+    out_TKGH = jnp.einsum("kgtx,kxh->tkgh", weights_KGTX, v_KXH, precision=lax.Precision.HIGHEST)
     out_TNH = out_TKGH.reshape(num_tokens, num_heads, width)
     return jnp.where(valid_T[:, None, None], out_TNH, 0).astype(q_TNH.dtype), pages_LSCH
-
-
-class Tiles(NamedTuple):
-    """Runs of neighbouring new tokens of one sequence, the live ones first.
-
-    Args:
-        seq_I: int32 sequence of each tile.
-        row_I: int32 its first token.
-        num_rows_I: int32 its tokens, at most the tile size; 0 for a dead tile.
-        position_I: int32 cache position of its first token.
-        num_live: int32 scalar.
-    """
-
-    seq_I: jax.Array
-    row_I: jax.Array
-    num_rows_I: jax.Array
-    position_I: jax.Array
-    num_live: jax.Array
-
-    @property
-    def limit_I(self) -> jax.Array:
-        """Cached tokens that each tile's last row sees: its causal limit."""
-        return jnp.where(self.num_rows_I > 0, self.position_I + self.num_rows_I, 0)
-
-
-def make_tiles(batch: Batch, q_lens_B: jax.Array, tile: int, num_tiles: int) -> Tiles:
-    """Cuts the first `q_lens_B` new tokens of each sequence into tiles of at most `tile`."""
-    count_B = (q_lens_B + tile - 1) // tile
-    end_B = jnp.cumsum(count_B)
-    tile_I = jnp.arange(num_tiles)
-    seq_I = owner(end_B, tile_I)
-    offset_I = (tile_I - (end_B - count_B)[seq_I]) * tile
-    start_B = batch.q_starts_B[:-1]
-    return Tiles(
-        seq_I=seq_I,
-        row_I=start_B[seq_I] + offset_I,
-        num_rows_I=jnp.clip(q_lens_B[seq_I] - offset_I, 0, tile),
-        position_I=(batch.kv_lens_B - batch.q_lens_B)[seq_I] + offset_I,
-        num_live=end_B[-1],
-    )
 
 
 def kv_blocks(tiles: Tiles, group: int, block: int) -> jax.Array:
@@ -110,6 +64,7 @@ def blocked(
     batch: Batch,
     *,
     scale: float,
+    kv_scales_2K: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array]:
     """Online softmax over key blocks, for single tokens many sequences at a time.
 
@@ -118,7 +73,7 @@ def blocked(
     once for many queries. Each pass costs nothing where it has no tile.
     """
     num_tokens = q_TNH.shape[0]
-    pages_LSCH = write_pages(pages_LSCH, k_TKH, v_TKH, batch)
+    pages_LSCH = write_pages(pages_LSCH, k_TKH, v_TKH, batch, kv_scales_2K)
     q_lens_B = batch.q_lens_B
     passes = [(1, DECODE_GROUP, q_lens_B)]
     if num_tokens > SMALL_BATCH:
@@ -132,7 +87,15 @@ def blocked(
         most = min(num_tokens, num_tokens // tile + len(lens_B))
         tiles = make_tiles(batch, lens_B, tile, round_up(most, group))
         out_TNH = attend_tiles(
-            out_TNH, q_TNH, pages_LSCH, batch, tiles, k_TKH.shape[1], tile=tile, scale=scale
+            out_TNH,
+            q_TNH,
+            pages_LSCH,
+            batch,
+            tiles,
+            k_TKH.shape[1],
+            kv_scales_2K,
+            tile=tile,
+            scale=scale,
         )
     return out_TNH, pages_LSCH
 
@@ -144,6 +107,7 @@ def attend_tiles(
     batch: Batch,
     tiles: Tiles,
     num_kv_heads: int,
+    kv_scales_2K: jax.Array | None,
     *,
     tile: int,
     scale: float,
@@ -176,7 +140,7 @@ def attend_tiles(
             page_IM = lax.dynamic_slice_in_dim(table_BM, i * block_pages, block_pages, 1)[seq_I]
             k_IKXH, v_IKXH = (
                 x.astype(q_TNH.dtype)
-                for x in gather_heads(pages_LSCH, page_IM, num_kv_heads, width)
+                for x in gather_heads(pages_LSCH, page_IM, num_kv_heads, width, kv_scales_2K)
             )
             position_X = i * block + jnp.arange(block)
             live_IX = position_X < limit_I[:, None]

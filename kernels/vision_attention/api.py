@@ -1,17 +1,19 @@
 """Bidirectional attention over packed frames: each patch sees its own segment only."""
 
 from collections.abc import Callable
+from functools import partial
 
 import jax
 from jax.sharding import Mesh, PartitionSpec
 
 from tpu_vl.kernels import checks, sharding
-from tpu_vl.kernels.vision_attention import reference, shipped_tpu
+from tpu_vl.kernels.interpret import target
+from tpu_vl.kernels.vision_attention import pallas_tpu, reference
 
-_IMPLEMENTATIONS: dict[str, Callable[..., jax.Array]] = {
-    "dense": reference.dense,
-    "blocked": reference.blocked,
-    "pallas": shipped_tpu.flash,
+_IMPLEMENTATIONS: dict[str, Callable[[Mesh | None], Callable[..., jax.Array]]] = {
+    "dense": lambda _: reference.dense,
+    "blocked": lambda _: reference.blocked,
+    "pallas": lambda mesh: partial(pallas_tpu.packed, target=target(mesh)),
 }
 
 pick = checks.default_implementation
@@ -42,8 +44,8 @@ def vision_attention(
         num_patches: int32 scalar in [0, P], valid patches, which come first.
         scale: factor of the logits, usually H ** -0.5.
         implementation: "dense" (the truth: O(P^2) memory, differentiable), "blocked" (CPU and
-            GPU: work grows with the sum of squared segment lengths) or "pallas" (TPU: the flash
-            attention kernel that jax ships); see `pick`.
+            GPU: work grows with the sum of squared segment lengths) or "pallas" (TPU, the same
+            work; interpreted on a CPU, see kernels/interpret.py); see `pick`.
         mesh: with a "model" axis; heads are sharded over it if it divides N, else every device
             computes them all. None: one device.
 
@@ -51,7 +53,8 @@ def vision_attention(
         out_PNH, dtype of `q_PNH`.
 
     Raises:
-        ValueError: a shape, dtype or name breaks the contract; the message names it.
+        ValueError: a shape, dtype or name breaks the contract, or "pallas" is wanted on a GPU or
+            for heads that do not fit in VMEM; the message names it.
     """
     checks.check_rank("q_PNH", q_PNH, 3)
     checks.check_float("q_PNH", q_PNH)
@@ -65,9 +68,7 @@ def vision_attention(
     checks.check_int32("num_patches", num_patches)
     checks.check_implementation(implementation, _IMPLEMENTATIONS)
 
-    def run(*arrays: jax.Array) -> jax.Array:
-        return _IMPLEMENTATIONS[implementation](*arrays, scale=scale)
-
+    run = partial(_IMPLEMENTATIONS[implementation](mesh), scale=scale)
     heads = PartitionSpec(None, sharding.heads_axis(q_PNH.shape[1], mesh), None)
     whole = PartitionSpec()
     split = sharding.on_mesh(run, mesh, (heads, heads, heads, whole, whole), heads)

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax.experimental.pallas.ops.tpu.ragged_paged_attention import kernel
+from jax.sharding import Mesh
 
-from tpu_vl.kernels.paged_attention import api, reference
-from tpu_vl.kernels.paged_attention.cases import SMALL, Case
+from tpu_vl.kernels.paged_attention import api, reference, tiles
+from tpu_vl.kernels.paged_attention.cases import QUANTISED, SMALL, Case
 from tpu_vl.kernels.paged_attention.pages import Batch
 from tpu_vl.mesh import make_mesh
 
@@ -21,21 +21,53 @@ TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}
 SCALE = 0.3
 
 
-def make_inputs(case: Case, seed: int = 0, width: int | None = None) -> tuple[jax.Array, ...]:
-    """Inputs in which padding tokens, unwritten slots and unused pages are NaN."""
+CASES = SMALL | QUANTISED
+
+
+def make_scales(case: Case) -> jax.Array | None:
+    """Steps of a quantised cache, different for every head, K and V."""
+    if case.cache_dtype in ("float32", "bfloat16"):
+        return None
+    largest = 127 if case.cache_dtype == "int8" else 448
+    factors = np.random.default_rng(7).uniform(2, 4, size=(2, case.num_kv_heads))
+    return jnp.asarray(factors / largest, jnp.float32)
+
+
+def quantise(values: np.ndarray, step: np.ndarray, dtype: str) -> np.ndarray:
+    """Values as the cache holds them, in float64: over the step, rounded, clipped."""
+    scaled = values.astype(np.float32) / step.astype(np.float32)
+    if dtype == "int8":
+        return np.clip(np.rint(scaled), -127, 127).astype(np.float64)
+    clipped = jnp.clip(jnp.asarray(scaled), -448, 448).astype(dtype)
+    return np.asarray(clipped.astype(jnp.float32), np.float64)
+
+
+def make_inputs(
+    case: Case, seed: int = 0, implementation: str = "blocked", mesh: Mesh | None = None
+) -> tuple[jax.Array, ...]:
+    """Inputs in which padding tokens, unwritten slots and unused pages are NaN, or -128 in int8."""
     rng = np.random.default_rng(seed)
     size, kv_lens = case.page_size, np.add(case.q_lens, case.past_lens).astype(np.int64)
     counts = [-(-int(n) // size) for n in kv_lens]
     num_pages = case.num_seqs * case.max_pages + 3  # of the capacities only: one compilation
-    shape = api.cache_shape(num_pages, size, case.num_kv_heads, width or case.width)
-    pages = np.full(shape, np.nan, np.float32)
+    shape = api.cache_shape(
+        num_pages,
+        size,
+        case.num_kv_heads,
+        case.width,
+        implementation,
+        dtype=case.cache_dtype,
+        mesh=mesh,
+    )
+    pages = np.full(shape, -128 if case.cache_dtype == "int8" else np.nan, np.float32)
     table = rng.choice([-1, 10**9, -(10**9), 0], size=(case.num_seqs, case.max_pages))
     free = rng.permutation(num_pages)
+    spread = 1 if make_scales(case) is None else 30
     for i, (count, past) in enumerate(zip(counts, case.past_lens, strict=True)):
         table[i, :count], free = free[:count], free[count:]
         for at in range(past):
-            row = rng.normal(size=shape[2:])
-            pages[table[i, at // size], at % size] = row
+            row = rng.normal(size=shape[2:]) * spread
+            pages[table[i, at // size], at % size] = np.clip(row, -127, 127)
     tokens = rng.normal(size=(case.num_tokens, case.num_heads + 2 * case.num_kv_heads, case.width))
     tokens[sum(case.q_lens) :] = np.nan
     q, k, v = np.split(tokens, [case.num_heads, case.num_heads + case.num_kv_heads], axis=1)
@@ -45,7 +77,7 @@ def make_inputs(case: Case, seed: int = 0, width: int | None = None) -> tuple[ja
     lens[: len(kv_lens)] = kv_lens
     return (
         *(jnp.asarray(x, case.dtype) for x in (q, k, v)),
-        jnp.asarray(pages, case.cache_dtype),
+        jnp.asarray(pages).astype(case.cache_dtype),
         *(jnp.asarray(x, jnp.int32) for x in (table, starts, lens)),
     )
 
@@ -57,6 +89,10 @@ def truth(
     q, k, v, pages, table = (np.asarray(x, np.float64) for x in inputs[:5])
     pages, table, out = pages.copy(), table.astype(int), np.zeros_like(q)
     start, group = 0, case.num_heads // case.num_kv_heads
+    scales, steps = make_scales(case), np.ones((2, case.num_kv_heads, 1))
+    if scales is not None:
+        steps = np.asarray(scales, np.float64)[..., None]
+        k, v = (quantise(x, s, case.cache_dtype) for x, s in zip((k, v), steps, strict=True))
     for i, (new, past) in enumerate(zip(case.q_lens, case.past_lens, strict=True)):
         where = [(table[i, at // case.page_size], at % case.page_size) for at in range(past + new)]
         for n in range(new):
@@ -67,7 +103,7 @@ def truth(
         for n in range(new):
             assert context is not None
             seen = context[: max(1, past + n + 1 + shift)]
-            keys, values = (np.repeat(seen[:, j::2], group, axis=1) for j in (0, 1))
+            keys, values = (np.repeat(seen[:, j::2] * steps[j], group, axis=1) for j in (0, 1))
             logits = SCALE * np.einsum("nh,xnh->nx", q[start + n], keys)
             weights = np.exp(logits - logits.max(-1, keepdims=True))
             weights /= weights.sum(-1, keepdims=True)
@@ -84,41 +120,21 @@ def check(found: jax.Array, expected: np.ndarray, dtype: str) -> None:
 
 
 @functools.partial(jax.jit, static_argnames=("implementation", "mesh"))
-def attend(*inputs, implementation, mesh=None):
-    return api.paged_attention(*inputs, scale=SCALE, implementation=implementation, mesh=mesh)
+def attend(*inputs, implementation, mesh=None, scales=None):
+    return api.paged_attention(
+        *inputs, scale=SCALE, implementation=implementation, mesh=mesh, kv_scales_2K=scales
+    )
 
 
 @pytest.mark.parametrize("implementation", ["dense", "blocked"])
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("name", CASES)
 def test_every_case_equals_the_truth(name: str, implementation: str) -> None:
-    case = SMALL[name]
+    case = CASES[name]
     inputs = make_inputs(case)
-    out, pages = attend(*inputs, implementation=implementation)
+    out, pages = attend(*inputs, implementation=implementation, scales=make_scales(case))
     expected_out, expected_pages = truth(case, inputs)
     check(out, expected_out, case.dtype)
     assert pages.dtype == case.cache_dtype
-    np.testing.assert_array_equal(np.asarray(pages, np.float64), expected_pages)
-
-
-@pytest.mark.parametrize("name", ["mixed", "nothing", "bfloat16"])
-def test_the_tpu_adapter_asks_the_shipped_kernel_for_the_truth(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # jax's interpreter cannot run this kernel (it reshapes a reference), so the reference that
-    # jax ships beside it stands in: the adapter is tested here, the kernel only compiles in CI.
-    def shipped_reference(*args: jax.Array, **kwargs: Any) -> jax.Array:
-        kernel.static_validate_inputs(*args, **kwargs)
-        kernel.dynamic_validate_inputs(*args, **kwargs)
-        out = kernel.ref_ragged_paged_attention(*args, sm_scale=kwargs["sm_scale"])
-        rows = ((0, args[0].shape[0] - len(out)), (0, 0), (0, 0))
-        return jnp.pad(out, rows, constant_values=jnp.nan)
-
-    monkeypatch.setattr(kernel, "ragged_paged_attention", shipped_reference)
-    case = SMALL[name]
-    inputs = make_inputs(case, width=128)
-    out, pages = api.paged_attention(*inputs, scale=SCALE, implementation="pallas", mesh=None)
-    expected_out, expected_pages = truth(case, inputs)
-    check(out, expected_out, case.dtype)
     np.testing.assert_array_equal(np.asarray(pages, np.float64), expected_pages)
 
 
@@ -203,9 +219,9 @@ def test_visited_key_blocks_follow_the_causal_limits_not_the_context_limit(
     q_lens: tuple[int, ...], past_lens: tuple[int, ...], tile: int, group: int, visits: list[int]
 ) -> None:
     batch = batch_of(32, q_lens, past_lens)
-    tiles = reference.make_tiles(batch, batch.q_lens_B, tile, 64)
-    live = -(-int(tiles.num_live) // group)
-    counts = reference.kv_blocks(tiles, group, 256)
+    found = tiles.make_tiles(batch, batch.q_lens_B, tile, 64)
+    live = -(-int(found.num_live) // group)
+    counts = reference.kv_blocks(found, group, 256)
     assert counts[:live].tolist() == visits
     assert not counts[live:].any()
 
@@ -251,7 +267,14 @@ def test_donated_pages_are_updated_in_place(dtype: str) -> None:
 def test_shapes_and_dtypes_of_caches() -> None:
     assert api.cache_shape(10, 16, 8, 64) == (10, 16, 16, 64)
     assert api.cache_shape(10, 16, 8, 64, "pallas") == (10, 16, 16, 128)
-    assert api.cache_shape(10, 16, 8, 192, "pallas") == (10, 16, 16, 256)
+    assert api.cache_shape(10, 16, 8, 192, "pallas") == (10, 16, 32, 128)
+    assert api.cache_shape(10, 16, 3, 128, "pallas") == (10, 16, 8, 128)
+    assert api.cache_shape(10, 16, 6, 128, "pallas") == (10, 16, 16, 128)
+    assert api.cache_shape(10, 16, 1, 128, "pallas") == (10, 16, 2, 128)
+    assert api.cache_shape(10, 16, 1, 128, "pallas", dtype="int8") == (10, 16, 4, 128)
+    mesh = make_mesh(4, jax.devices()[:4])
+    assert api.cache_shape(10, 16, 4, 128, "pallas", dtype="int8", mesh=mesh) == (10, 16, 16, 128)
+    assert api.cache_shape(10, 16, 2, 128, "pallas", dtype="int8", mesh=mesh) == (10, 16, 4, 128)
     assert api.cache_dtype("bfloat16", "tpu") == jnp.bfloat16
     assert api.cache_dtype("bfloat16", "cpu") == jnp.float32
 
@@ -263,13 +286,15 @@ def test_shapes_and_dtypes_of_caches() -> None:
         ({"q": jnp.zeros((8, 3, 16))}, "N=3 query heads are no multiple of K=2"),
         ({"k": jnp.zeros((8, 2, 8))}, r"k_TKH has shape \(8, 2, 8\); it must be \(8, 2, 16\)"),
         ({"v": jnp.zeros((8, 2, 16), jnp.bfloat16)}, "v_TKH has dtype bfloat16"),
-        ({"pages": jnp.zeros((5, 8, 2, 16))}, r"last dims must be 4 and at least 16"),
+        ({"pages": jnp.zeros((5, 8, 2, 16))}, r"its third dim must hold 4 rows on each"),
+        ({"pages": jnp.zeros((5, 8, 4, 16), jnp.int8)}, "without kv_scales_2K pages must have"),
+        ({"kv_scales_2K": jnp.ones((2, 2))}, "pages_LSCH has dtype float32; with kv_scales_2K"),
         ({"pages": jnp.zeros((5, 8, 4, 16), jnp.bfloat16)}, "use cache_dtype"),
         ({"table": jnp.zeros((3, 4))}, "page_table_BM has dtype float32"),
         ({"starts": jnp.zeros(3, jnp.int32)}, r"q_starts_B has shape \(3,\); it must be \(4,\)"),
         ({"lens": jnp.zeros(4, jnp.int32)}, r"kv_lens_B has shape \(4,\); it must be \(3,\)"),
         ({"implementation": "fast"}, "implementation is 'fast'; it must be one of"),
-        ({"implementation": "pallas"}, "pages_LSCH is 16 wide; 'pallas' needs a multiple of 128"),
+        ({"implementation": "pallas"}, "pages_LSCH is 16 wide; 'pallas' needs 128"),
     ],
 )
 def test_a_broken_contract_is_named(change: dict[str, Any], message: str) -> None:
@@ -282,6 +307,8 @@ def test_a_broken_contract_is_named(change: dict[str, Any], message: str) -> Non
     }
     given_ |= {"table": jnp.zeros((3, 4), jnp.int32), "starts": jnp.zeros(4, jnp.int32)}
     given_ |= {"lens": jnp.zeros(3, jnp.int32)} | change
-    implementation = given_.pop("implementation", "dense")
+    options = {"implementation": given_.pop("implementation", "dense")}
+    if "kv_scales_2K" in given_:
+        options["kv_scales_2K"] = given_.pop("kv_scales_2K")
     with pytest.raises(ValueError, match=message):
-        api.paged_attention(*given_.values(), scale=1.0, implementation=implementation, mesh=None)
+        api.paged_attention(*given_.values(), scale=1.0, mesh=None, **options)

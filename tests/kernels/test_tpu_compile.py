@@ -1,14 +1,28 @@
-"""The TPU path of both ops compiles for v6e:2x2 at Qwen3-VL-8B's real shapes, without a TPU."""
+"""Every real shape of both kernels compiles for every chip, without a TPU.
+
+A few in each run, on the smallest slice of each chip and, through the ops' own entries, on a mesh;
+all of them with `make kernels-all`.
+"""
 
 import json
+from collections.abc import Iterable
 
 import pytest
 
+from bench import marks, measure, own, programs, tpu_compiler
+from bench.programs import Program
 from tests import tpu_compile
+from tpu_vl.kernels.chips import CHIPS
+from tpu_vl.kernels.paged_attention import cases as paged_cases
+from tpu_vl.kernels.vision_attention import blocks as vision_blocks
+from tpu_vl.kernels.vision_attention import cases as vision_cases
 
 pytestmark = pytest.mark.skipif(
     not tpu_compile.have_libtpu(), reason="libtpu, the TPU compiler, is not installed"
 )
+
+DECODE = next(n for n in marks.DECODE if paged_cases.REAL[n].page_size == 64)
+CHOSEN = (marks.FULL, DECODE)
 
 SCRIPT = """
 import functools, json, re, sys
@@ -32,7 +46,7 @@ def compile_paged(case):
     def new(heads):
         return on(S((case.num_tokens, heads, case.width), case.dtype), mesh, None, "model", None)
 
-    shape = paged.cache_shape(8192, case.page_size, case.num_kv_heads, case.width, "pallas")
+    shape = paged.cache_shape(8192, case.page_size, case.num_kv_heads, case.width, "pallas", dtype=case.cache_dtype, mesh=mesh)
     pages = on(S(shape, case.cache_dtype), mesh, *paged.cache_spec(case.num_kv_heads, mesh))
     addresses = [
         on(S(shape, jnp.int32), mesh)
@@ -45,10 +59,10 @@ def compile_paged(case):
 
 
 for name in sys.argv[1:]:
-    if name in vision_cases.QWEN3_VL_8B:
-        compiled, page_bytes = compile_vision(vision_cases.QWEN3_VL_8B[name])
+    if name in vision_cases.REAL:
+        compiled, page_bytes = compile_vision(vision_cases.REAL[name])
     else:
-        compiled, page_bytes = compile_paged(paged_cases.QWEN3_VL_8B[name])
+        compiled, page_bytes = compile_paged(paged_cases.REAL[name])
     text, memory = compiled.as_text(), compiled.memory_analysis()
     print(json.dumps({
         "name": name,
@@ -60,8 +74,8 @@ for name in sys.argv[1:]:
 """  # noqa: E501
 
 
-def test_real_shapes_compile_to_one_kernel_without_collectives_or_a_copy_of_the_pages() -> None:
-    names = ("qwen3_vl_8b_4096", "qwen3_vl_8b_decode", "qwen3_vl_8b_prefill")
+def test_on_a_mesh_one_kernel_without_collectives_or_a_copy_of_the_pages() -> None:
+    names = (*CHOSEN, *marks.PREFILL)
     found = [json.loads(line) for line in tpu_compile.run_script(SCRIPT, *names).splitlines()]
     assert [f["name"] for f in found] == list(names)
     for f in found:
@@ -69,3 +83,45 @@ def test_real_shapes_compile_to_one_kernel_without_collectives_or_a_copy_of_the_
         assert f["collectives"] == 0, f
         if f["page_bytes"]:
             assert f["temp_bytes"] < f["page_bytes"] / 8, f
+
+
+def on_one_device(names: Iterable[str], chip: str) -> dict[str, Program]:
+    """Each case as one device sees it, in the block sizes of that chip."""
+    found = {}
+    for name in names:
+        if name in vision_cases.REAL:
+            case = measure.one_device(vision_cases.REAL[name])
+            sizes = (case.num_rows, case.num_heads, case.width, case.dtype)
+            blocks = vision_blocks.pick_blocks(*sizes, CHIPS[chip])
+            found[name] = own.vision_program(case, blocks)
+        else:
+            case = measure.one_device(paged_cases.REAL[name])
+            found[name] = own.paged_program(case, own.paged_blocks_of(case, CHIPS[chip]))
+    return found
+
+
+def refused(names: Iterable[str], chip: str) -> dict[str, str]:
+    """The cases that do not compile, with the compiler's words; equal programs compile once."""
+    asked = on_one_device(names, chip)
+    different = {json.dumps([p.build, p.sizes]): p for p in asked.values()}
+    said = dict(zip(different, programs.failures(list(different.values()), chip), strict=True))
+    return {n: w for n, p in asked.items() if (w := said[json.dumps([p.build, p.sizes])])}
+
+
+@pytest.mark.parametrize("chip", ["v5e", "v5p", "tpu7x"])
+def test_chosen_shapes_compile(chip: str) -> None:
+    assert refused(CHOSEN, chip) == {}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("chip", sorted(tpu_compiler.TOPOLOGIES))
+def test_all_real_shapes_compile(chip: str) -> None:
+    assert refused([*vision_cases.REAL, *paged_cases.REAL], chip) == {}
+
+
+def test_a_kernel_that_does_not_compile_is_reported() -> None:
+    sizes = {"num_rows": 1 << 18, "num_heads": 1, "width": 128, "dtype": "bfloat16"}
+    blocks = {"form": "rows", "block_q": 256, "block_kv": 256, "heads": 1, "unroll": 1}
+    (words,) = programs.failures([Program("matmuls.matmuls_call", sizes | blocks)], "v6e")
+    assert "vmem" in words.lower(), words

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax.experimental.pallas import tpu as pltpu
 
 from tpu_vl.kernels.vision_attention import api, reference
 from tpu_vl.kernels.vision_attention.cases import SMALL, Case
@@ -79,15 +78,6 @@ def test_every_case_equals_the_truth(name: str, implementation: str) -> None:
     found = attend(*inputs, implementation=implementation)
     check(found, truth(case, inputs), case.dtype)
     assert not np.asarray(found, np.float32)[sum(case.segments) :].any()
-
-
-@pytest.mark.parametrize("name", ["one_padded", "three_sizes", "bfloat16", "nothing"])
-def test_the_tpu_adapter_in_interpret_mode_equals_the_truth(name: str) -> None:
-    case = SMALL[name]
-    inputs = make_inputs(case)
-    with pltpu.force_tpu_interpret_mode():
-        found = api.vision_attention(*inputs, scale=SCALE, implementation="pallas", mesh=None)
-    check(found, truth(case, inputs), case.dtype)
 
 
 @settings(max_examples=60, deadline=None)
