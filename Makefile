@@ -8,7 +8,7 @@ COMMA := ,
 EXTRAS := $(if $(filter 3.11,$(TAG)),dev$(COMMA)reference,dev)
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: venv dev demo serve test test-all lint types clean
+.PHONY: venv dev demo serve test test-all kernels-all lint types docs deploy-check deploy-lock clean
 
 venv: $(VENV)/.installed
 dev: $(VENV)/.dev
@@ -35,6 +35,9 @@ lint: dev
 types: dev
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
+docs: venv
+	$(BIN)/python -m tpu_vl.flags > docs/flags.md
+
 test: lint types
 	$(PYTEST) tests
 	JAX_PLATFORMS=cpu $(BIN)/tpu-vl accuracy --suite bundled
@@ -42,6 +45,33 @@ test: lint types
 test-all: lint types
 	$(PYTEST) tests -m ''
 	JAX_PLATFORMS=cpu $(BIN)/tpu-vl accuracy --suite bundled --num-samples 300
+
+.venv-deploy/.installed: deploy/check-requirements.txt
+	$(PYTHON) -m venv .venv-deploy
+	.venv-deploy/bin/python -m pip install --quiet --requirement $<
+	touch $@
+
+# Manifests and Dockerfile against the schemas and the linter that packages bring; no cluster.
+deploy-check: .venv-deploy/.installed
+	.venv-deploy/bin/python -m tests.deploy.check
+
+# The image's packages, as pip resolves them today for the image's Python, and the jax whose TPU
+# programs the tests compile.
+LOCK := deploy/constraints.txt
+LOCK_JAX := 0.10.2
+deploy-lock:
+	rm -rf .venv-lock
+	python3.12 -m venv .venv-lock
+	.venv-lock/bin/python -m pip install --quiet '.[tpu]' 'jax[tpu]==$(LOCK_JAX)' setuptools
+	{ grep '^#' $(LOCK); .venv-lock/bin/python -m pip freeze --all --exclude tpu-vl --exclude pip \
+	  | sort --ignore-case; } > $(LOCK).new
+	mv $(LOCK).new $(LOCK)
+	rm -rf .venv-lock
+
+# Every real shape of the kernels through the TPU compiler for every chip, and the marks: an hour.
+kernels-all: dev
+	$(PYTEST) tests/kernels tests/bench -m ''
+	$(BIN)/python -m bench.kernels --marks
 
 clean:
 	rm -rf .venv-* .venv build *.egg-info .pytest_cache .ruff_cache .hypothesis

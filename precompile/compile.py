@@ -2,20 +2,21 @@
 
 import logging
 import os
-import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
+from typing import TypeVar
 
 import jax
 
 from tpu_vl.errors import ConfigError
-from tpu_vl.precompile.executables import Store
+from tpu_vl.precompile.executables import REMEDY, AbsentError, Store, UnusableError
 from tpu_vl.precompile.programs import Program
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
 Executables = dict[str, jax.stages.Compiled]
 
 
@@ -39,27 +40,21 @@ class Progress:
     remaining_s: float
 
 
-def compile_program(program: Program) -> jax.stages.Compiled:
-    """Traces, lowers and compiles one program for the devices of its arguments' shardings."""
+def lower_program(program: Program) -> jax.stages.Lowered:
+    """Traces and lowers one program for the devices of its arguments' shardings."""
     jitted = jax.jit(
         program.function,
         donate_argnums=program.donate,
         out_shardings=jax.tree.map(lambda a: a.sharding, program.outputs),
     )
-    return jitted.lower(*program.arguments).compile()
+    # A kernel's lowering asks what the device is: of the mesh, since described ones are absent.
+    with jax.sharding.use_abstract_mesh(program.mesh.abstract_mesh):
+        return jitted.lower(*program.arguments)
 
 
-def _load_or_compile(program: Program, store: Store | None) -> tuple[jax.stages.Compiled, bool]:
-    if store is not None:
-        in_tree = jax.tree.structure((program.arguments, {}))
-        out_tree = jax.tree.structure(program.outputs)
-        loaded = store.load(program.name, in_tree, out_tree, program.mesh)
-        if loaded is not None:
-            return loaded, False
-    compiled = compile_program(program)
-    if store is not None:
-        store.save(program.name, compiled)
-    return compiled, True
+def compile_program(program: Program) -> jax.stages.Compiled:
+    """Lowers and compiles one program; its devices may be described ones."""
+    return lower_program(program).compile()
 
 
 def compile_all(
@@ -67,8 +62,8 @@ def compile_all(
     store: Store | None,
     progress: Callable[[Progress], None],
     *,
+    may_compile: bool = True,
     num_threads: int | None = None,
-    stop: threading.Event | None = None,
 ) -> Executables:
     """Every program's executable, ready to be called.
 
@@ -76,28 +71,83 @@ def compile_all(
         programs: the list, names unique.
         store: where executables are kept; None keeps none.
         progress: called once per finished program, in the calling thread.
+        may_compile: False raises where a program is not in the store.
         num_threads: compilations at once; None: one per processor, at most 8.
-        stop: when set, no further program is started.
 
     Raises:
-        ConfigError: `stop` was set before the last program was started.
+        ConfigError: a program would have to be compiled and must not be.
     """
-    started = time.monotonic()
-    table: Executables = {}
 
-    def run(program: Program) -> tuple[str, jax.stages.Compiled, bool, float]:
-        if stop is not None and stop.is_set():
-            raise ConfigError("compilation was stopped before it ended")
+    def work(program: Program) -> tuple[jax.stages.Compiled, bool]:
+        if store is not None:
+            in_tree = jax.tree.structure((program.arguments, {}))
+            out_tree = jax.tree.structure(program.outputs)
+            try:
+                return store.load(program.name, in_tree, out_tree, program.mesh), False
+            except UnusableError as reason:
+                if not may_compile:
+                    raise ConfigError(f"--require-executables: {reason}. {REMEDY}") from reason
+                if not isinstance(reason, AbsentError):
+                    log.warning("%s: compiling it", reason)
+        compiled = compile_program(program)
+        if store is not None:
+            store.keep(program.name, compiled)
+        return compiled, True
+
+    return _in_threads(programs, work, progress, num_threads)
+
+
+def store_all(
+    programs: Sequence[Program],
+    store: Store,
+    progress: Callable[[Progress], None],
+    *,
+    num_threads: int | None = None,
+) -> None:
+    """Compiles into the store what it does not hold yet; the devices may be absent.
+
+    Args:
+        programs, progress, num_threads: as for `compile_all`.
+        store: can be written.
+
+    Raises:
+        OSError: the store cannot be written.
+    """
+
+    def work(program: Program) -> tuple[None, bool]:
+        if store.has(program.name):
+            return None, False
+        store.save(program.name, compile_program(program))
+        return None, True
+
+    _in_threads(programs, work, progress, num_threads)
+
+
+def _in_threads(
+    programs: Sequence[Program],
+    work: Callable[[Program], tuple[T, bool]],
+    progress: Callable[[Progress], None],
+    num_threads: int | None,
+) -> dict[str, T]:
+    """The result of `work` by program; the first failure lets no further program start."""
+    started = time.monotonic()
+    results: dict[str, T] = {}
+
+    def run(program: Program) -> tuple[str, T, bool, float]:
         begun = time.monotonic()
-        executable, compiled = _load_or_compile(program, store)
-        return program.name, executable, compiled, time.monotonic() - begun
+        result, compiled = work(program)
+        return program.name, result, compiled, time.monotonic() - begun
 
     with ThreadPoolExecutor(num_threads or min(8, os.cpu_count() or 1)) as pool:
         futures = [pool.submit(run, p) for p in programs]
-        for future in as_completed(futures):
-            name, executable, compiled, seconds = future.result()
-            table[name] = executable
-            done, total = len(table), len(programs)
-            remaining_s = (time.monotonic() - started) / done * (total - done)
-            progress(Progress(name, done, total, seconds, compiled, remaining_s))
-    return table
+        try:
+            for future in as_completed(futures):
+                name, result, compiled, seconds = future.result()
+                results[name] = result
+                done, total = len(results), len(programs)
+                remaining_s = (time.monotonic() - started) / done * (total - done)
+                progress(Progress(name, done, total, seconds, compiled, remaining_s))
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    return results

@@ -1,175 +1,194 @@
-"""A folder of compiled executables: keyed, digest-verified, private, safe with several writers.
+"""The store of compiled executables: one sub-folder per key, one digest-verified file per program.
 
-Loading an executable runs code, so a store reads only a folder that its own user made private or
-that the operator named. One sub-folder per key holds one file per program; the first 32 bytes of
-a file are the SHA-256 of the rest. Whatever does not match is compiled again with one log line.
+Loading an executable runs code, so a store is opened on a folder that its user made private or
+that the operator named, or its files must match a manifest of a given digest. `docs/precompile.md`
+describes the layout.
 """
 
+import contextlib
 import hashlib
 import json
 import logging
-import os
-import platform as host_platform
-import re
-import tempfile
-from collections.abc import Mapping
-from dataclasses import dataclass
-from pathlib import Path
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
-import jaxlib.version
 from jax.experimental import serialize_executable
 from jax.sharding import Mesh
 
-from tpu_vl.errors import ConfigError
+from tpu_vl.precompile import key as keys
+from tpu_vl.precompile.folder import Folder
 
 log = logging.getLogger(__name__)
 
-# A TPU host's jax appends this by itself, so it says nothing about the program.
-_IGNORED_FLAGS = re.compile(r"^--xla_tpu_use_enhanced_launch_barrier=")
+READY = "_READY"
+"""Name of the marker that a finished precompilation leaves in the store's folder."""
+
+REMEDY = "Run tpu-vl precompile, or serve --precompile-only, with the same version and flags"
+"""What to do where a program is missing or cannot be used."""
+
+_DIGEST_BYTES = 32
+_KEY_FILE = "key.json"
+_MANIFEST_FILE = "manifest.json"
+_SHOWN_DIFFERENCES = 6
 
 
-def normalised_flags(text: str) -> tuple[str, ...]:
-    """Compiler flags in a fixed order, without those that a host adds by itself."""
-    return tuple(sorted(f for f in text.split() if not _IGNORED_FLAGS.match(f)))
+class UnusableError(Exception):
+    """A stored program that cannot be used; the text says why."""
 
 
-def source_digest(roots: tuple[Path, ...]) -> str:
-    """SHA-256 over the Python sources under `roots`, names and contents."""
-    digest = hashlib.sha256()
-    for root in roots:
-        for path in sorted(root.rglob("*.py")):
-            name = path.relative_to(root).as_posix().encode()
-            body = path.read_bytes()
-            digest.update(len(name).to_bytes(8, "little") + name)
-            digest.update(len(body).to_bytes(8, "little") + body)
-    return digest.hexdigest()
+class AbsentError(UnusableError):
+    """The program is not in the store, which is no fault of the store."""
 
 
-def cpu_features() -> str:
-    """What of this host's processor a CPU executable may depend on."""
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith(("flags", "Features")):
-                return " ".join(sorted(line.split(":", 1)[1].split()))
-    except OSError:  # macOS has no /proc
-        pass
-    return host_platform.processor() or host_platform.machine()
-
-
-def key_fields(mesh: Mesh, configs: Mapping[str, Any]) -> dict[str, Any]:
-    """Everything that changes an executable, as JSON-ready named fields.
+def manifest_digest(key: str, programs: Mapping[str, str]) -> str:
+    """The digest that stands for every program of a key.
 
     Args:
-        mesh: the devices that it runs on.
-        configs: named frozen configs (model, engine, backend): their `repr` is the key.
+        key: of the store.
+        programs: program name -> digest of its file, in hex.
     """
-    device = mesh.devices.flat[0]
-    package = Path(__file__).resolve().parents[1]
-    fields: dict[str, Any] = {
-        "jax": jax.__version__,
-        "jaxlib": jaxlib.version.__version__,
-        "runtime": device.client.platform_version,
-        "platform": device.platform,
-        "device_kind": device.device_kind,
-        "mesh": dict(mesh.shape),
-        "devices": [d.id for d in mesh.devices.flat],
-        "num_devices": jax.device_count(),
-        "xla_flags": normalised_flags(os.environ.get("XLA_FLAGS", "")),
-        "libtpu_flags": normalised_flags(os.environ.get("LIBTPU_INIT_ARGS", "")),
-        "matmul_precision": str(
-            jax.config.jax_default_matmul_precision  # pyright: ignore[reportAttributeAccessIssue]
-        ),
-        "sources": source_digest(_source_roots(package)),
-    }
-    if device.platform == "cpu":
-        fields["cpu"] = cpu_features()
-    fields.update({name: repr(value) for name, value in configs.items()})
-    return fields
+    text = json.dumps({"key": key, "programs": dict(programs)}, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _source_roots(package: Path) -> tuple[Path, ...]:
-    """The folders whose code a program is traced from, in a checkout and in a wheel alike."""
-    inner = package / "tpu_vl" if (package / "tpu_vl").is_dir() else package
-    return tuple((inner / name).resolve() for name in ("models", "engine", "kernels", "precompile"))
-
-
-def key_of(fields: Mapping[str, Any]) -> str:
-    """The digest that names the sub-folder of a set of key fields."""
-    text = json.dumps(fields, sort_keys=True, default=str)
-    return hashlib.sha256(text.encode()).hexdigest()[:32]
-
-
-def default_folder() -> Path:
-    """The per-user cache: `$TPU_VL_CACHE`, else `$XDG_CACHE_HOME`, else `~/.cache`."""
-    if root := os.environ.get("TPU_VL_CACHE"):
-        return Path(root) / "executables"
-    cache = os.environ.get("XDG_CACHE_HOME")
-    return (Path(cache) if cache else Path.home() / ".cache") / "tpu-vl" / "executables"
-
-
-def make_private(folder: Path) -> None:
-    """Makes the folder, readable and writable by its owner alone.
-
-    Raises:
-        ConfigError: it belongs to another user, or others may write into it; give
-            `--executables` a folder of your own.
-    """
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    status = folder.stat()
-    if status.st_uid != os.getuid() or status.st_mode & 0o022:
-        raise ConfigError(
-            f"the executables folder {folder} can be written by other users (owner "
-            f"{status.st_uid}, mode {status.st_mode & 0o777:o}) and loading executables runs code: "
-            "give --executables a folder that only you can write (chmod 700)"
-        )
-
-
-@dataclass(frozen=True)
 class Store:
-    """Executables of one key under a trusted folder.
+    """Executables of one key in a trusted folder."""
 
-    Args:
-        folder: the trusted folder; made private if it does not exist.
-        fields: the key fields (`key_fields`).
-    """
+    def __init__(self, folder: Folder, fields: keys.Fields, *, digest: str | None = None) -> None:
+        """Args:
+        folder: trusted, unless `digest` is given.
+        fields: the key fields (`key.key_fields`).
+        digest: of the manifest that every file must match; such a store is never written.
+        """
+        self.folder = folder
+        self.fields = fields
+        self.key = keys.key_of(fields)
+        self._digest = digest
+        self._trusted: Mapping[str, str] | None = None
+        self._damaged: set[str] = set()
+        self._is_written = digest is None
+        self._is_claimed = False
+        self._lock = threading.Lock()
 
-    folder: Path
-    fields: Mapping[str, Any]
+    def __str__(self) -> str:
+        return f"{self.folder}/{self.key}"
 
-    @property
-    def key_folder(self) -> Path:
-        """Where this key's files are."""
-        return self.folder / key_of(self.fields)
+    def open(self) -> None:
+        """Checks that the store has this key, and its manifest the given digest.
 
-    def path(self, name: str) -> Path:
-        """The file of one program."""
-        return self.key_folder / (name.replace("/", "-") + ".exe")
+        Raises:
+            UnusableError: it has not; the text names the fields of the nearest key that differ.
+        """
+        with self._reading():
+            if self.folder.read(f"{self.key}/{_KEY_FILE}") is None:
+                raise AbsentError(f"{self.folder} has no programs of this key; {self._nearest()}")
+            if self._digest is not None:
+                self._trusted = self._read_manifest()
 
-    def load(
-        self, name: str, in_tree: Any, out_tree: Any, mesh: Mesh
-    ) -> jax.stages.Compiled | None:
-        """The stored executable, or None where it must be compiled.
+    @contextlib.contextmanager
+    def _reading(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise UnusableError(f"{self} cannot be read ({error})") from error
+
+    def _nearest(self) -> str:
+        """What sets the most similar key of the folder apart."""
+        found: list[tuple[str, list[str]]] = []
+        for name in self.folder.subfolders():
+            blob = self.folder.read(f"{name}/{_KEY_FILE}")
+            try:
+                fields = json.loads(blob) if blob is not None else None
+            except ValueError:
+                continue
+            if isinstance(fields, dict):
+                found.append((name, keys.differences(self.fields, fields)))
+        if not found:
+            return "there is no key in it at all"
+        name, parts = min(found, key=lambda f: len(f[1]))
+        more = len(parts) - _SHOWN_DIFFERENCES
+        text = "; ".join(parts[:_SHOWN_DIFFERENCES]) + (f"; and {more} more" if more > 0 else "")
+        return f"the nearest of {len(found)}, {name}, differs in {text}"
+
+    def _read_manifest(self) -> Mapping[str, str]:
+        blob = self.folder.read(f"{self.key}/{_MANIFEST_FILE}")
+        try:
+            programs = json.loads(blob or b"null")["programs"]
+            found = manifest_digest(self.key, programs)
+        except (ValueError, TypeError, KeyError) as error:
+            raise UnusableError(f"{self}/{_MANIFEST_FILE} is missing or damaged") from error
+        if found != self._digest:
+            raise UnusableError(
+                f"the manifest of {self} has digest {found}, not --executables-digest "
+                f"{self._digest}"
+            )
+        return programs
+
+    def _file(self, name: str) -> str:
+        return f"{self.key}/{name.replace('/', '-')}.exe"
+
+    def _file_digest(self, name: str, payload: bytes) -> bytes:
+        """Of a file: it holds this program of this key, wherever it was copied from."""
+        return hashlib.sha256(f"{self.key}\0{name}\0".encode() + payload).digest()
+
+    def _payload(self, name: str) -> bytes:
+        """A program's verified bytes.
+
+        Raises:
+            UnusableError: there are none.
+        """
+        where = f"{self.folder}/{self._file(name)}"
+        with self._reading():
+            blob = self.folder.read(self._file(name))
+        if blob is None:
+            raise AbsentError(f"{where} is not there")
+        digest, payload = blob[:_DIGEST_BYTES], blob[_DIGEST_BYTES:]
+        if self._file_digest(name, payload) != digest:
+            self._damaged.add(name)
+            raise UnusableError(f"{where} is damaged (digest mismatch)")
+        if self._digest is not None and (self._trusted or {}).get(name) != digest.hex():
+            raise UnusableError(f"{where} is not the file of --executables-digest {self._digest}")
+        return payload
+
+    def check(self, names: Sequence[str]) -> None:
+        """Looks for the file of each program, without reading it.
+
+        Raises:
+            AbsentError: names the first that is missing.
+            UnusableError: the store cannot be read.
+        """
+        with self._reading():
+            for name in names:
+                if self._head(name) is None:
+                    raise AbsentError(f"{self.folder}/{self._file(name)} is not there")
+
+    def _head(self, name: str) -> bytes | None:
+        return self.folder.read(self._file(name), _DIGEST_BYTES)
+
+    def has(self, name: str) -> bool:
+        """Whether a program's file is there and whole."""
+        try:
+            self._payload(name)
+        except UnusableError:
+            return False
+        return True
+
+    def load(self, name: str, in_tree: Any, out_tree: Any, mesh: Mesh) -> jax.stages.Compiled:
+        """The stored executable of a program.
 
         Args:
             name: program name.
             in_tree: tree structure of `(args, kwargs)`.
             out_tree: tree structure of the result.
             mesh: devices to load it on.
+
+        Raises:
+            AbsentError: it is not there.
+            UnusableError: it is damaged, not trusted, or the runtime refuses it.
         """
-        path = self.path(name)
-        try:
-            blob = path.read_bytes()
-        except FileNotFoundError:
-            return None
-        except OSError as error:
-            log.warning("executable %s cannot be read (%s): compiling it", path, error)
-            return None
-        digest, payload = blob[:32], blob[32:]
-        if hashlib.sha256(payload).digest() != digest:
-            log.warning("executable %s is damaged (digest mismatch): compiling it", path)
-            return None
+        payload = self._payload(name)
         try:
             return serialize_executable.deserialize_and_load(
                 payload,
@@ -178,29 +197,87 @@ class Store:
                 backend=mesh.devices.flat[0].client,
                 execution_devices=tuple(mesh.devices.flat),
             )
-        except Exception as error:  # any failure of a foreign loader means: compile
-            log.warning("executable %s does not load (%s): compiling it", path, error)
-            return None
+        except Exception as error:  # whatever a foreign loader raises
+            self._damaged.add(name)
+            raise UnusableError(
+                f"{self.folder}/{self._file(name)} does not load ({error})"
+            ) from error
+
+    def claim(self) -> None:
+        """Writes what the key stands for, before the first program.
+
+        Raises:
+            OSError: the folder cannot be written.
+        """
+        if not self._is_claimed:
+            blob = _json(dict(self.fields))
+            self.folder.write(f"{self.key}/{_KEY_FILE}", blob, replace=False)
+            self._is_claimed = True
 
     def save(self, name: str, compiled: jax.stages.Compiled) -> None:
-        """Writes one executable atomically; a folder that cannot be written costs a log line."""
-        payload, _, _ = serialize_executable.serialize(compiled)
-        blob = hashlib.sha256(payload).digest() + payload
-        try:
-            self.key_folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            self._write(
-                self.key_folder / "key.json", json.dumps(dict(self.fields), indent=1).encode()
-            )
-            self._write(self.path(name), blob)
-        except OSError as error:
-            log.warning("executable %s is not kept (%s)", self.path(name), error)
+        """Writes one executable whole; one that another writer left meanwhile stays.
 
-    def _write(self, path: Path, blob: bytes) -> None:
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        Raises:
+            OSError: the folder cannot be written.
+        """
+        payload, _, _ = serialize_executable.serialize(compiled)
+        blob = self._file_digest(name, payload) + payload
+        self.claim()
+        self.folder.write(self._file(name), blob, replace=name in self._damaged)
+        self._damaged.discard(name)
+
+    def keep(self, name: str, compiled: jax.stages.Compiled) -> None:
+        """As `save`, where it can be written: that it cannot costs one log line for all."""
+        self._try(lambda: self.save(name, compiled))
+
+    def keep_manifest(self, names: Sequence[str]) -> None:
+        """As `seal`, where it can be written."""
+        self._try(lambda: self.seal(names))
+
+    def _try(self, write: Callable[[], object]) -> None:
+        if not self._is_written:
+            return
         try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(blob)
-            os.replace(temporary, path)
-        except BaseException:
-            Path(temporary).unlink(missing_ok=True)
-            raise
+            write()
+        except OSError as error:
+            with self._lock:  # threads may fail at the same time
+                is_first, self._is_written = self._is_written, False
+            if is_first:
+                log.warning("%s cannot be written (%s): programs are not kept", self, error)
+
+    def seal(self, names: Sequence[str]) -> str:
+        """Writes the manifest of these programs from what the store holds now.
+
+        Args:
+            names: every program of the key.
+
+        Returns:
+            The manifest's digest.
+
+        Raises:
+            OSError: a program is missing, or the folder cannot be written.
+        """
+        programs = {}
+        for name in names:
+            head = self._head(name)
+            if head is None:
+                raise FileNotFoundError(f"{self.folder}/{self._file(name)} is not there")
+            programs[name] = head.hex()
+        digest = manifest_digest(self.key, programs)
+        manifest = {"key": self.key, "digest": digest, "programs": programs}
+        self.folder.write(f"{self.key}/{_MANIFEST_FILE}", _json(manifest), replace=True)
+        return digest
+
+    def mark_ready(self, names: Sequence[str]) -> dict[str, Any]:
+        """Seals the store and leaves the marker that readers wait for; returns what it says.
+
+        Raises:
+            OSError: as `seal`.
+        """
+        ready = {"key": self.key, "programs": len(names), "digest": self.seal(names)}
+        self.folder.write(READY, _json(ready), replace=True)
+        return ready
+
+
+def _json(value: Any) -> bytes:
+    return (json.dumps(value, indent=1) + "\n").encode()

@@ -5,7 +5,7 @@ are served. A program's name is the key under which the runner calls it.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -13,14 +13,13 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from tpu_vl import tree
 from tpu_vl.config import EngineConfig
 from tpu_vl.engine import layout, steps
 from tpu_vl.engine.state import abstract_state, zeros
 from tpu_vl.kernels.paged_attention import api as paged_attention
 from tpu_vl.kernels.vision_attention import api as vision_attention
 from tpu_vl.mesh import MODEL, platform
-from tpu_vl.models.family import Backend, Family
+from tpu_vl.models.family import Backend, Family, placed_params
 
 ZEROS = "zeros"
 """Name of the program that makes the first device state."""
@@ -57,12 +56,6 @@ def make_backend(mesh: Mesh, engine_config: EngineConfig) -> Backend:
     )
 
 
-def abstract_params(family: Family, cfg: Any, dtype: str, mesh: Mesh) -> Any:
-    """The params tree with shardings: what a load must give and every program takes."""
-    params = family.abstract_params(cfg, dtype)
-    return tree.with_shardings(params, tree.shardings(params, mesh, family.axes))
-
-
 def programs(
     family: Family, cfg: Any, engine_config: EngineConfig, backend: Backend
 ) -> tuple[Program, ...]:
@@ -95,8 +88,9 @@ class _Lister:
         self.engine_config = engine_config
         self.mesh = backend.mesh
         self.family, self.cfg = family, cfg
+        self.backend = backend
         self.statics: Mapping[str, Any] = {"family": family, "cfg": cfg, "backend": backend}
-        self.params = abstract_params(family, cfg, engine_config.dtype, backend.mesh)
+        self.params = placed_params(family, cfg, engine_config.dtype, backend.mesh)
         self.state = abstract_state(family, cfg, engine_config, backend)
 
     def _array(self, shape: tuple[int, ...], dtype: Any, *names: str | None) -> Any:
@@ -153,9 +147,11 @@ class _Lister:
     def encode(self, num_patches: int) -> Program:
         geometry = self.family.geometry(self.cfg)
         size = layout.encode_layout(geometry, num_patches).size
+        backend = replace(self.backend, row_steps=self.engine_config.steps_of(num_patches))
+        statics = {**self.statics, "backend": backend}
         return Program(
             name=layout.encode_name(num_patches),
-            function=partial(steps.encode_program, num_patches=num_patches, **self.statics),
+            function=partial(steps.encode_program, num_patches=num_patches, **statics),
             arguments=(
                 self.params.vision,
                 self.state,

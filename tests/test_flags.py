@@ -1,6 +1,7 @@
 """The flags table: parsing, environment variables, the docs."""
 
 import argparse
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,10 @@ from tpu_vl import flags
 from tpu_vl.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[1]
+
+
+def flags_of(*commands: str) -> list[type]:
+    return [flags.COMMANDS[name][0] for name in commands]
 
 
 def parse(*arguments: str, environ: dict[str, str] | None = None) -> flags.ServeFlags:
@@ -59,7 +64,11 @@ def test_dotted_limits_become_json() -> None:
     assert read.limit_mm_per_prompt == '{"image": 2, "video": 0}'
 
 
-def test_docs_hold_the_table() -> None:
-    text = (ROOT / "docs" / "flags.md").read_text()
-    for cls in (flags.ServeFlags, flags.AccuracyFlags, flags.DemoFlags):
-        assert flags.flag_table(cls) in text
+def test_docs_hold_the_tables() -> None:
+    assert (ROOT / "docs" / "flags.md").read_text() == flags.document(), "make docs writes it"
+
+
+def test_precompile_takes_every_flag_of_serve_that_decides_a_size() -> None:
+    names = [{f.name for f in dataclasses.fields(c)} for c in flags_of("serve", "precompile")]
+    sizes = {f.name for f in dataclasses.fields(flags.SizeFlags)}
+    assert names[0] & names[1] == sizes

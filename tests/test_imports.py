@@ -42,8 +42,19 @@ RULE: dict[str, tuple[set[str], set[str]]] = {
         {"jax", "numpy", "msgspec"},
     ),
     "precompile": (
-        {"precompile", "engine", "models", "kernels", "tree", "mesh", "errors", "config"},
-        {"jax", "jaxlib", "numpy"},
+        {
+            "precompile",
+            "engine",
+            "models",
+            "kernels",
+            "vision",
+            "tree",
+            "mesh",
+            "types",
+            "errors",
+            "config",
+        },
+        {"jax", "jaxlib", "numpy", "fsspec"},
     ),
     "server": (
         {

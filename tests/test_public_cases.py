@@ -21,6 +21,8 @@ CLOSED_AREAS = {
     "deepstack": 1,
     "vision-numerics": 6,
     "checkpoint": 5,
+    "sharding": 3,
+    "compile-startup": 4,
 }
 
 

@@ -2,16 +2,18 @@
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tpu_vl import demo
 from tpu_vl.config import ProcessorConfig
 from tpu_vl.errors import ConfigError
 
 # What serving reads of a hub repository; everything else in it stays there.
 _HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "*.txt")
+_HUB_CONFIGS = ("*config.json",)
 
 _SAMPLING_KEYS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "do_sample")
 
@@ -55,21 +57,38 @@ class Checkpoint:
 
 
 def open_checkpoint(
-    model: str, *, revision: str | None = None, download_dir: str | None = None
+    model: str | None,
+    *,
+    revision: str | None = None,
+    download_dir: str | None = None,
+    configs_only: bool = False,
 ) -> Checkpoint:
     """Finds a checkpoint, downloading it from the hub where `model` is no folder.
 
     Args:
-        model: folder or hub id.
+        model: folder or hub id; None is the bundled model.
         revision: hub revision; None is the default branch.
         download_dir: hub cache folder; None is the hub library's own.
+        configs_only: download neither weights nor tokenizer; `model` may also be the file of a
+            config.json.
 
     Raises:
         ConfigError: neither a folder with a config.json nor a hub id that can be had.
     """
+    model = str(demo.CHECKPOINT) if model is None else model
     folder = Path(model).expanduser()
+    if configs_only and folder.is_file():
+        return Checkpoint(
+            name=model,
+            folder=folder.parent,
+            config=_read(folder),
+            generation={},
+            preprocessor=None,
+            video_preprocessor=None,
+        )
     if not folder.is_dir():
-        folder = _download(model, revision, download_dir)
+        files = _HUB_CONFIGS if configs_only else _HUB_FILES
+        folder = _download(model, revision, download_dir, files)
     if not (folder / "config.json").is_file():
         raise ConfigError(f"--model {model}: the folder {folder} has no config.json")
     return Checkpoint(
@@ -82,13 +101,15 @@ def open_checkpoint(
     )
 
 
-def _download(model: str, revision: str | None, download_dir: str | None) -> Path:
+def _download(
+    model: str, revision: str | None, download_dir: str | None, files: Sequence[str]
+) -> Path:
     import huggingface_hub  # costs half a second that a local folder need not pay
 
     try:
         return Path(
             huggingface_hub.snapshot_download(
-                model, revision=revision, cache_dir=download_dir, allow_patterns=list(_HUB_FILES)
+                model, revision=revision, cache_dir=download_dir, allow_patterns=list(files)
             )
         )
     except Exception as error:  # the library raises a dozen unrelated types

@@ -1,4 +1,4 @@
-"""The `tpu-vl` command: serve a model, see the demo, run the accuracy gate."""
+"""The `tpu-vl` command: each sub-command reads its flags and calls what does the work."""
 
 import argparse
 import json
@@ -8,14 +8,18 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from tpu_vl.errors import TpuVlError
-from tpu_vl.flags import AccuracyFlags, DemoFlags, ServeFlags, add_flags, join_dotted, read_flags
-
-_COMMANDS = {
-    "serve": (ServeFlags, "serve a model over HTTP"),
-    "demo": (DemoFlags, "serve the bundled model and ask it about a picture and a video"),
-    "accuracy": (AccuracyFlags, "measure answers through the API against marks"),
-}
+from tpu_vl.errors import ConfigError, TpuVlError
+from tpu_vl.flags import (
+    COMMANDS,
+    AccuracyFlags,
+    DemoFlags,
+    PlanFlags,
+    PrecompileFlags,
+    ServeFlags,
+    add_flags,
+    join_dotted,
+    read_flags,
+)
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -24,7 +28,7 @@ def make_parser() -> argparse.ArgumentParser:
         prog="tpu-vl", description="Serve Qwen vision-language models on TPUs."
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    for name, (flags, text) in _COMMANDS.items():
+    for name, (flags, text) in COMMANDS.items():
         add_flags(commands.add_parser(name, help=text, description=text), flags)
     return parser
 
@@ -32,18 +36,84 @@ def make_parser() -> argparse.ArgumentParser:
 def serve(flags: ServeFlags) -> int:
     """`tpu-vl serve`: plans, prints the limits, then serves until it is told to end."""
     # Imported here, so that --help and a wrong flag do not wait for jax.
-    from tpu_vl import launch
+    from tpu_vl import launch, prepare, remedies
     from tpu_vl.server.serve import run_server
 
+    if flags.precompile_only and (flags.require_executables or flags.executables_digest):
+        raise ConfigError(
+            "--precompile-only writes the programs that --require-executables and "
+            "--executables-digest read: give it without them"
+        )
     plan = launch.make_plan(flags)
-    config = launch.server_config(flags, plan)
     for line in launch.describe(plan):
         logging.info("%s", line)
+    outlook = remedies.check_fit(plan, flags, request_patches=plan.limits.max_request_patches)
+    if outlook is not None:
+        logging.info("%s", outlook.table())
+    if flags.precompile_only:
+        print(json.dumps(prepare.precompile(plan, flags.executables)))
+        return 0
+    config = launch.server_config(flags, plan)
     if config.notice is not None:
         logging.warning("%s", config.notice)
     logging.info("listening on http://%s:%d", config.host, config.port)
     run_server(config, lambda state: launch.load(flags, plan, state))
     return 0
+
+
+def precompile(flags: PrecompileFlags) -> int:
+    """`tpu-vl precompile`: compiles for described TPUs; prints key and digest as JSON."""
+    from tpu_vl import prepare, remedies, sized
+    from tpu_vl.checkpoint import open_checkpoint
+    from tpu_vl.mesh import make_mesh
+    from tpu_vl.precompile import targets
+
+    if flags.target is None:
+        raise ConfigError(
+            "--target says which TPUs to compile for, such as v6e:2x2; for the devices of this "
+            "machine use tpu-vl serve --precompile-only"
+        )
+    target = targets.parse_target(flags.target)
+    mesh = make_mesh(flags.tensor_parallel_size, targets.describe_devices(target))
+    checkpoint = open_checkpoint(
+        flags.model,
+        revision=flags.revision,
+        download_dir=flags.download_dir,
+        configs_only=True,
+    )
+    model = sized.size_model(flags, checkpoint, mesh)
+    logging.info("compiling for %s", target)
+    for line in sized.describe_sizes(model):
+        logging.info("%s", line)
+    remedies.check_fit(model, flags, target)
+    print(json.dumps(prepare.precompile(model, flags.out)))
+    return 0
+
+
+def plan(flags: PlanFlags) -> int:
+    """`tpu-vl plan`: prints the plan; exit code 0 only if the model fits."""
+    from tpu_vl import planning, remedies
+    from tpu_vl.checkpoint import open_checkpoint
+    from tpu_vl.precompile import targets
+
+    if flags.target is None:
+        raise ConfigError("--target says which TPUs to plan for, such as v6e:2x2")
+    target = targets.parse_target(flags.target)
+    checkpoint = open_checkpoint(
+        flags.model,
+        revision=flags.revision,
+        download_dir=flags.download_dir,
+        configs_only=True,
+    )
+    made = planning.formula_plan(flags, checkpoint, target)
+    if made.fits and not flags.fast:
+        made = planning.compiled_plan(made, flags, checkpoint, target)
+    print(json.dumps(made.to_json()) if flags.json else made.table())
+    if made.fits:
+        return 0
+    found = remedies.remedies(flags, checkpoint, target)
+    print(remedies.remedies_text(found), file=sys.stderr if flags.json else sys.stdout)
+    return 1
 
 
 def demo(flags: DemoFlags) -> int:
@@ -103,6 +173,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             flags = read_flags(ServeFlags, parsed, os.environ)
             logging.getLogger().setLevel(flags.log_level.upper())
             return serve(flags)
+        if parsed.command == "precompile":
+            return precompile(read_flags(PrecompileFlags, parsed, os.environ))
+        if parsed.command == "plan":
+            return plan(read_flags(PlanFlags, parsed, os.environ))
         if parsed.command == "demo":
             return demo(read_flags(DemoFlags, parsed, os.environ))
         return accuracy(read_flags(AccuracyFlags, parsed, os.environ))

@@ -24,8 +24,12 @@ class EngineConfig:
         token_capacities: T of each text program, ascending.
         patch_capacities: P of each tower program, ascending; () in a text-only process.
         pool_rows: rows of the media pool; 0 in a text-only process.
-        vision_step_patch_layers: patches times layers that one tower slice may run.
+        vision_step_patch_layers: patches times layers that a device may run in one tower slice; a
+            frame of n patches counts as n * (1 + n / vision_attention_patches).
+        vision_attention_patches: size of the frame whose attention takes as long as all else.
         row_block: patches per block of the tower's linear parts; divides every capacity.
+        row_steps: of each patch capacity, the sizes that a call's last block may take, in even
+            steps up to `row_block`; (): whole blocks only.
         modalities: what is served: () or a subset of ("image", "video").
     """
 
@@ -34,14 +38,16 @@ class EngineConfig:
     max_model_len: int
     max_num_seqs: int
     max_num_batched_tokens: int
-    max_num_queued_reqs: int
+    max_num_queued_reqs: int = 256
     page_size: int
     num_pages: int
     token_capacities: tuple[int, ...]
     patch_capacities: tuple[int, ...] = ()
     pool_rows: int = 0
     vision_step_patch_layers: int = 0
+    vision_attention_patches: int = 4_096
     row_block: int = 0
+    row_steps: tuple[int, ...] = ()
     modalities: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -71,6 +77,10 @@ class EngineConfig:
     def max_pages_per_seq(self) -> int:
         """Width of the page table: pages of the longest sequence."""
         return -(-self.max_model_len // self.page_size)
+
+    def steps_of(self, patch_capacity: int) -> int:
+        """Sizes that the last block of a tower call of that capacity may take."""
+        return self.row_steps[self.patch_capacities.index(patch_capacity)] if self.row_steps else 1
 
     def rows_of(self, token_capacity: int) -> int:
         """Sequences, and hidden rows, that a text program of that capacity holds."""

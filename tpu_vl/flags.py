@@ -1,12 +1,14 @@
 """Every command-line flag, once: parser, environment variables and docs/flags.md come from here.
 
 A flag `--max-num-seqs` is also the variable `TPU_VL_MAX_NUM_SEQS`; the command line wins.
+`python -m tpu_vl.flags > docs/flags.md` writes the document anew.
 """
 
 import argparse
 import dataclasses
 import json
 import math
+import sys
 import types
 import typing
 from collections.abc import Mapping, Sequence
@@ -40,13 +42,66 @@ def _flag(
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServeFlags:
-    """Flags of `tpu-vl serve`; the help texts say what each does."""
+class SizeFlags:
+    """What decides every size: the model, the devices and the limits."""
 
     model: str | None = _flag(None, "folder or hub id of the checkpoint (default: bundled model)")
-    served_model_name: str | None = _flag(None, "id in requests and answers (default: the model)")
     revision: str | None = _flag(None, "hub revision of --model")
     download_dir: str | None = _flag(None, "where hub downloads are kept")
+    tensor_parallel_size: int = _flag(1, "devices that one model is split over", "-tp")
+    dtype: str = _flag(
+        "auto",
+        "of weights and activations; auto: bfloat16 on TPU and GPU, float32 on CPU",
+        choices=("auto", "bfloat16", "float32"),
+    )
+    max_model_len: int | None = _flag(None, "prompt plus answer, in tokens")
+    max_num_seqs: int | None = _flag(None, "sequences that run at once")
+    max_num_batched_tokens: int | None = _flag(None, "tokens of one step")
+    block_size: int | None = _flag(None, "tokens per KV page")
+    kv_cache_memory_bytes: int | None = _flag(None, "device memory for KV pages, all devices")
+    hbm_utilization: float = _flag(
+        0.9,
+        "share of device memory to fill, on devices whose memory is known",
+        "--gpu-memory-utilization",
+        minimum=0.01,
+        maximum=1.0,
+    )
+    code_budget: int = _flag(
+        1 << 30,
+        "device memory for the code of all programs, in bytes, on TPUs; where the default "
+        "--max-num-batched-tokens needs more it becomes the next smaller capacity",
+    )
+    limit_mm_per_prompt: str | None = _flag(
+        None, 'media per request, as JSON: {"image": 8, "video": 0}; 0 refuses the modality'
+    )
+    image_min_tokens: int | None = _flag(None, "smaller pictures are scaled up to this many tokens")
+    image_max_tokens: int | None = _flag(None, "larger pictures are scaled down to so many tokens")
+    max_frame_patches: int | None = _flag(None, "patches of the largest picture or video frame")
+    text_model_only: bool = _flag(
+        False,
+        "serve text alone: the tower is neither read nor given memory",
+        "--language-model-only",
+    )
+    mm_disable: str | None = _flag(None, "leave out a modality's encoder", choices=("vision",))
+    mm_encoder_tp_mode: str = _flag(
+        "auto",
+        "how several devices share the vision tower: weights splits heads and MLPs, data gives "
+        "each device the whole tower and frames of its own; auto: the faster by estimate",
+        choices=("auto", "weights", "data"),
+    )
+    max_vision_step_ms: float = _flag(
+        20.0,
+        "estimated time of tower work between two decode steps, in milliseconds; one layer of a "
+        "call always runs",
+        minimum=0.01,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeFlags(SizeFlags):
+    """Flags of `tpu-vl serve`; the help texts say what each does."""
+
+    served_model_name: str | None = _flag(None, "id in requests and answers (default: the model)")
     load_format: str = _flag(
         "auto", "auto reads the checkpoint, dummy makes random weights", choices=("auto", "dummy")
     )
@@ -60,31 +115,7 @@ class ServeFlags:
     port: int = _flag(8000, "port to listen on", minimum=0)
     api_key: str | None = _flag(None, "bearer token that requests must carry")
     max_request_mb: int = _flag(256, "largest request body, in MiB")
-    tensor_parallel_size: int = _flag(1, "devices that one model is split over", "-tp")
-    dtype: str = _flag(
-        "auto",
-        "of weights and activations; auto: bfloat16 on TPU and GPU, float32 on CPU",
-        choices=("auto", "bfloat16", "float32"),
-    )
-    max_model_len: int | None = _flag(None, "prompt plus answer, in tokens")
-    max_num_seqs: int | None = _flag(None, "sequences that run at once")
-    max_num_batched_tokens: int | None = _flag(None, "tokens of one step")
     max_num_queued_reqs: int = _flag(256, "waiting requests before new ones get 503", minimum=0)
-    block_size: int | None = _flag(None, "tokens per KV page")
-    kv_cache_memory_bytes: int | None = _flag(None, "device memory for KV pages, all devices")
-    hbm_utilization: float = _flag(
-        0.9,
-        "share of device memory to fill, on devices that report theirs",
-        "--gpu-memory-utilization",
-        minimum=0.01,
-        maximum=1.0,
-    )
-    limit_mm_per_prompt: str | None = _flag(
-        None, 'media per request, as JSON: {"image": 8, "video": 0}; 0 refuses the modality'
-    )
-    image_min_tokens: int | None = _flag(None, "smaller pictures are scaled up to this many tokens")
-    image_max_tokens: int | None = _flag(None, "larger pictures are scaled down to so many tokens")
-    max_frame_patches: int | None = _flag(None, "patches of the largest picture or video frame")
     max_request_patches: int | None = _flag(None, "patches of all media of one request")
     max_media_mb: int = _flag(64, "largest encoded picture or video, in MiB")
     media_fetch_timeout_s: float = _flag(
@@ -94,19 +125,51 @@ class ServeFlags:
     allow_private_media_addresses: bool = _flag(
         False, "http(s) media may come from private and loopback addresses"
     )
-    text_model_only: bool = _flag(
-        False,
-        "serve text alone: the tower is neither read nor given memory",
-        "--language-model-only",
-    )
-    mm_disable: str | None = _flag(None, "leave out a modality's encoder", choices=("vision",))
     num_preprocess_workers: int | None = _flag(None, "threads that decode and resize media")
     mm_preprocess_gb: int = _flag(4, "host memory for patches of unfinished requests, in GiB")
     executables: str | None = _flag(
-        None, "folder where compiled programs are kept; loading runs code: trust it"
+        None,
+        "folder or gs:// address of compiled programs; loading runs code: naming it trusts it "
+        "(default: a private folder of the user)",
+    )
+    executables_digest: str | None = _flag(
+        None, "load only the programs of the manifest with this digest, as precompile prints it"
+    )
+    require_executables: bool = _flag(
+        False, "end with the reason instead of compiling a program that is not there"
+    )
+    precompile_only: bool = _flag(
+        False, "compile for this machine's devices into --executables, write _READY, exit 0"
     )
     seed: int = _flag(0, "of the random weights of --load-format dummy", minimum=0)
     log_level: str = _flag("info", "of the log", choices=("debug", "info", "warning", "error"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrecompileFlags(SizeFlags):
+    """Flags of `tpu-vl precompile`: those of `serve` that decide a size, and where to."""
+
+    target: str | None = _flag(
+        None,
+        "TPUs to compile for: a topology (v6e:2x2) or a GKE machine type and topology "
+        "(ct6e-standard-4t:2x4)",
+    )
+    out: str | None = _flag(
+        None, "folder or gs:// address for the programs (default: a private folder of the user)"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanFlags(SizeFlags):
+    """Flags of `tpu-vl plan`: those of `serve` that decide a size, and for which TPUs."""
+
+    target: str | None = _flag(
+        None,
+        "TPUs to plan for: a topology (v6e:2x2) or a GKE machine type and topology "
+        "(ct6e-standard-4t:2x4)",
+    )
+    fast: bool = _flag(False, "by formula alone: nothing is compiled")
+    json: bool = _flag(False, "print JSON instead of a table")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,6 +191,16 @@ class DemoFlags:
     """Flags of `tpu-vl demo`."""
 
     port: int = _flag(0, "port of the demo's server (0: a free one)", minimum=0)
+
+
+COMMANDS: Mapping[str, tuple[type, str]] = {
+    "serve": (ServeFlags, "serve a model over HTTP"),
+    "precompile": (PrecompileFlags, "compile a model's programs for TPUs that are not here"),
+    "plan": (PlanFlags, "say whether a model fits TPUs, and how fast it will be"),
+    "accuracy": (AccuracyFlags, "measure answers through the API against marks"),
+    "demo": (DemoFlags, "serve the bundled model and ask it about a picture and a video"),
+}
+"""Every command of `tpu-vl`: its flags and what it is for."""
 
 
 def option_name(field: str) -> str:
@@ -245,3 +318,20 @@ def flag_table(flags: type) -> str:
             text += f" ({', '.join(field.metadata['choices'])})"
         lines.append(f"| {names} | {default} | {text} |")
     return "\n".join(lines) + "\n"
+
+
+def document() -> str:
+    """The whole of docs/flags.md."""
+    parts = [
+        "# Flags\n",
+        "Every flag is also an environment variable: `--max-num-seqs` is `TPU_VL_MAX_NUM_SEQS`. "
+        "The command\nline wins. A flag that is accepted does what it says, or the start fails "
+        "with the reason.\n",
+    ]
+    for name, (flags, text) in COMMANDS.items():
+        parts += [f"## `tpu-vl {name}`: {text}\n", flag_table(flags)]
+    return "\n".join(parts)
+
+
+if __name__ == "__main__":
+    sys.stdout.write(document())

@@ -26,8 +26,8 @@ def make_mesh(tensor_parallel_size: int, devices: Sequence[Any] | None = None) -
     found = list(jax.devices() if devices is None else devices)
     if not 1 <= tensor_parallel_size <= len(found):
         raise ConfigError(
-            f"--tensor-parallel-size {tensor_parallel_size} needs as many devices, but this "
-            f"machine has {len(found)} ({found[0].platform}); use a value from 1 to {len(found)}"
+            f"--tensor-parallel-size {tensor_parallel_size} needs as many devices, but there are "
+            f"{len(found)} ({found[0].platform}); use a value from 1 to {len(found)}"
         )
     grid = np.asarray(found[:tensor_parallel_size], dtype=object).reshape(1, tensor_parallel_size)
     return Mesh(grid, (DATA, MODEL), axis_types=(AxisType.Auto, AxisType.Auto))

@@ -9,6 +9,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import IO
 
 from tpu_vl.errors import ConfigError
 
@@ -24,7 +25,11 @@ def free_port() -> int:
 
 @contextmanager
 def running_server(
-    arguments: Sequence[str], *, port: int = 0, ready_timeout_s: float = 600.0
+    arguments: Sequence[str],
+    *,
+    port: int = 0,
+    ready_timeout_s: float = 600.0,
+    log: IO[str] | None = None,
 ) -> Iterator[str]:
     """Runs `tpu-vl serve` on the loopback address until the block ends.
 
@@ -32,17 +37,18 @@ def running_server(
         arguments: flags of `serve`, without host and port.
         port: to listen on; 0 takes a free one.
         ready_timeout_s: limit for loading and compiling, in seconds.
+        log: file for the server's log; None: this process's stderr.
 
     Yields:
         The base URL, such as http://127.0.0.1:8000, once /health is 200.
 
     Raises:
-        ConfigError: the server ended or was not ready in time; its log is on stderr.
+        ConfigError: the server ended or was not ready in time; its log says why.
     """
     port = port or free_port()
     base_url = f"http://127.0.0.1:{port}"
     command = [sys.executable, "-m", "tpu_vl.cli", "serve", *arguments]
-    process = subprocess.Popen([*command, "--host", "127.0.0.1", "--port", str(port)])
+    process = subprocess.Popen([*command, "--host", "127.0.0.1", "--port", str(port)], stderr=log)
     try:
         _wait_ready(process, base_url, ready_timeout_s)
         yield base_url

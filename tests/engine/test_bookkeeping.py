@@ -1,5 +1,7 @@
 """Pages, media cache, tower queue and packed layouts alone: each check can fail."""
 
+from dataclasses import replace
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -67,9 +69,17 @@ def test_two_media_whose_digests_share_all_but_one_byte_are_two_entries():
     assert cache.num_pinned_rows == 4
 
 
-def make_tower(budget: int) -> tuple[Tower, MediaCache]:
+def make_tower(
+    budget: int, num_bins: int = 1, attention_patches: int = 1 << 60
+) -> tuple[Tower, MediaCache]:
     cache = MediaCache(64)
-    return Tower(cache, capacities=(16, 64), depth=5, step_patch_layers=budget), cache
+    config = replace(
+        CONFIG,
+        patch_capacities=(16, 64),
+        vision_step_patch_layers=budget,
+        vision_attention_patches=attention_patches,
+    )
+    return Tower(cache, engine_config=config, depth=5, num_bins=num_bins), cache
 
 
 def want(tower: Tower, cache: MediaCache, i: int, side: int) -> None:
@@ -100,7 +110,31 @@ def test_the_tower_packs_frames_and_slices_by_budget():
         [(64, 4, 5)],
     ]
     assert (tower.num_calls, tower.num_frames, tower.num_patches) == (2, 4, 100)
-    assert tower.num_padding_patches == 64 - 36
+    assert tower.num_padding_patches == 40 - 36  # of a block of 8, not of the capacity
+
+
+def test_attention_of_a_large_frame_counts_towards_the_budget():
+    # One frame of 64 patches costs three times its linear part, 16 frames of 4 about once.
+    tower, cache = make_tower(budget=64 * 3 * 2, attention_patches=32)
+    want(tower, cache, 0, 8)
+    assert [s.end_layer for s in tower.advance()] == [2]
+    tower, cache = make_tower(budget=64 * 3 * 2, attention_patches=32)
+    for i in range(16):
+        want(tower, cache, i, 2)
+    assert [s.end_layer for s in tower.advance()] == [5]
+
+
+def test_bins_take_whole_frames_and_the_busiest_bounds_the_slice():
+    tower, cache = make_tower(budget=41, num_bins=2)
+    for i, side in enumerate([4, 2, 4, 2, 4]):
+        want(tower, cache, i, side)
+    (first,) = tower.advance()
+    packed = first.call.packed
+    assert packed.bins == (0, 1, 1, 0)  # always the emptiest; the fifth frame fits neither
+    assert packed.patches_of_bins == (20, 20)
+    assert packed.capacity == 64
+    assert first.end_layer == 2  # 20 patches a device and layer, not 40
+    assert tower.num_padding_patches == 2 * (24 - 20)
 
 
 def test_a_frame_over_the_budget_runs_one_layer_per_step():

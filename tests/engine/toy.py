@@ -121,7 +121,7 @@ def encode_step(params, pool_RJD, hidden_PD, inputs, *, cfg, backend):
     row_M = jnp.where(
         (end == DEPTH)
         & (inputs.rows_M >= 0)
-        & (jnp.arange(cell_M.size) * MERGE**2 < inputs.num_patches),
+        & (jnp.arange(cell_M.size) * MERGE**2 < inputs.num_patches_X),
         inputs.rows_M,
         pool_RJD.shape[0],
     )
@@ -140,9 +140,10 @@ FAMILY = Family(
     model_types=("toy",),
     modalities=("image", "video"),
     parse_config=_unused,
+    shard=_unused,
     dims=_unused,
     abstract_params=lambda cfg, _: jax.eval_shape(lambda: make_params(cfg)),
-    axes={},
+    axes=lambda _: {"text": {}, "vision": {}},
     checkpoint_map=_unused,
     key_prefixes=(),
     skip_keys=lambda _: (),
@@ -153,6 +154,7 @@ FAMILY = Family(
     head=lambda params: params.text.embed_V,
     logits=logits,
     vocab_size=lambda _: VOCAB,
+    logits_width=lambda _: VOCAB,
     text_width=lambda _: TEXT_WIDTH,
 )
 EMBEDDING = np.random.default_rng(1).integers(0, 97, VOCAB).astype(np.float32)

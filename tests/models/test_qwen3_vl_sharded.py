@@ -3,7 +3,9 @@
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
+import pytest
 
 from tests.models.tiny import TOLERANCE, Prompt, Runner, hf_logits, medium
 from tpu_vl.mesh import make_mesh
@@ -11,7 +13,17 @@ from tpu_vl.models import qwen3_vl
 from tpu_vl.weights.load import load_params
 
 
-def test_two_devices_equal_reference(runner: Runner, reference: Any, checkpoint: Path) -> None:
+@pytest.mark.parametrize("shared_tokens", [qwen3_vl.SHARED_TOKENS, 1], ids=["whole", "shared"])
+def test_two_devices_equal_reference(
+    runner: Runner,
+    reference: Any,
+    checkpoint: Path,
+    shared_tokens: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Short batches are whole between the layers, long ones shared by the devices."""
+    monkeypatch.setattr(qwen3_vl, "SHARED_TOKENS", shared_tokens)
+    jax.clear_caches()  # what was traced under the other value
     mesh = make_mesh(2)
     params = load_params(checkpoint, qwen3_vl.FAMILY, runner.cfg, mesh, "float32")
     q_DNH = params.text.layers[0].q_DNH

@@ -197,7 +197,7 @@ def packed(
     plans = tuple(FramePlan(key=i, grid_h=h, grid_w=w) for i, (h, w) in enumerate(grids))
     counts = [h * w // MERGE**2 for h, w in grids]
     split = np.split(rows.astype(np.int32), np.cumsum(counts)[:-1])
-    call = PackedCall(capacity=capacity, frames=plans)
+    call = PackedCall(capacity=capacity, frames=plans, bins=(0,) * len(plans), num_bins=1)
     arrays: dict[str, Any] = fill_call(
         call, patches, split, side=SIDE, merge_size=MERGE, layers=layers
     )

@@ -64,8 +64,7 @@ def test_arrays_of_a_call() -> None:
     call = pack_frames([frame("a", 4, 6), frame("b", 2, 4)], CAPACITIES)[0]
     arrays, patches = filled(call)
     assert call.capacity == 64
-    assert arrays["num_patches"] == 32
-    assert arrays["num_patches"].shape == ()
+    assert arrays["num_patches_X"].tolist() == [32]
     assert np.array_equal(arrays["patches_PW"][:32], np.concatenate(patches))
     assert not arrays["patches_PW"][32:].any()
     assert np.array_equal(arrays["coords_2P"][:, :24], patch_coords(4, 6, 2))
@@ -81,6 +80,27 @@ def test_arrays_of_a_call() -> None:
     wanted = {"patches_PW": np.uint8, "interp_weight_4P": np.float32}
     for name, array in arrays.items():
         assert array.dtype == wanted.get(name, np.int32), name
+
+
+def test_bins_lie_apart_and_count_for_themselves() -> None:
+    frames = [frame("a", 4, 6), frame("b", 2, 4), frame("c", 2, 2)]
+    (call,) = pack_frames(frames, CAPACITIES, num_bins=2)
+    assert (call.capacity, call.bins, call.patches_of_bins) == (64, (0, 1, 1), (24, 12))
+    arrays, patches = filled(call)
+    assert arrays["num_patches_X"].tolist() == [24, 12]
+    assert np.array_equal(arrays["patches_PW"][32:44], np.concatenate(patches[1:]))
+    assert not arrays["patches_PW"][24:32].any()
+    own = [0] * 24 + [24] * 8, [0] * 8 + [8] * 4 + [12] * 20
+    assert arrays["bounds_2P"][0].tolist() == own[0] + own[1]
+    assert arrays["bounds_2P"][1].tolist() == [24] * 24 + [32] * 8 + [8] * 8 + [12] * 4 + [32] * 20
+    assert arrays["rows_M"].tolist() == [*range(6), -1, -1, 100, 101, 200] + [-1] * 5
+    assert np.array_equal(arrays["coords_2P"][:, 40:44], patch_coords(2, 2, 2))
+
+
+def test_a_frame_must_fit_one_bin() -> None:
+    assert len(pack_frames([frame(0, 16, 32)] * 2, CAPACITIES, num_bins=2)) == 1
+    with pytest.raises(MediaTooLargeError, match=r"514 patches.*capacity 512"):
+        pack_frames([frame(0, 2, 257)], CAPACITIES, num_bins=2)
 
 
 def test_names_are_those_of_the_tower_inputs() -> None:

@@ -94,7 +94,7 @@ def _logits(
         interp_weight_4P=row.interp_weight_G4P,
         bounds_2P=row.bounds_G2P,
         rows_M=jnp.zeros(ROW_PATCHES // MERGE**2, jnp.int32),
-        num_patches=row.num_patches_G,
+        num_patches_X=row.num_patches_G[None],
         layers_2=jnp.zeros(2, jnp.int32),
     )
     pool_MJD = qwen3_vl.tower(params.vision, inputs, cfg=cfg, backend=backend)

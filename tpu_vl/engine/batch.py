@@ -48,7 +48,7 @@ def build_batch(rows: list[Row], engine_config: EngineConfig) -> Batch:
     capacity = next(t for t in engine_config.token_capacities if t >= total)
     text, views = layout.text_layout(engine_config, capacity).new()
     views["q_starts_B"][:] = total
-    token = delta = bias = 0
+    token = delta = bias = resets = 0
     sampled: list[Row] = []
     for i, row in enumerate(rows):
         end = token + row.num_tokens
@@ -58,7 +58,8 @@ def build_batch(rows: list[Row], engine_config: EngineConfig) -> Batch:
         views["slot_B"][i] = row.seq.slot
         delta = _put_pages(views, row, delta, engine_config.page_size)
         if row.resets:
-            views["reset_slot_B"][i] = row.seq.slot
+            views["reset_slot_B"][resets] = row.seq.slot
+            resets += 1
             bias = _put_bias(views, row.seq, bias)
         if row.samples:
             views["row_tokens_R"][len(sampled)] = end - 1

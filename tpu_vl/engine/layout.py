@@ -130,7 +130,7 @@ class TextBatch:
         row_tokens_R: int32 batch index of the token behind each wanted hidden row; padding 0.
         delta_slot_A, delta_index_A, delta_page_A: int32 new page-table entries; the slot is the
             number of slots for padding.
-        reset_slot_B: int32 slots that a new sequence takes over; the number of slots for padding.
+        reset_slot_B: int32 slots that a new sequence takes over, first; then the number of slots.
         bias_slot_Z, bias_index_Z, bias_id_Z: int32 logit_bias entries of new sequences: slot (the
             number of slots for padding), place in the slot, token id.
         bias_value_Z: float32 their values.
@@ -262,6 +262,6 @@ def encode_layout(geometry: VisionGeometry, num_patches: int) -> Layout:
             "interp_weight_4P": ("float32", (4, p), 0.0),
             "bounds_2P": ("int32", (2, p), 0),
             "rows_M": ("int32", (p // geometry.merge_size**2,), -1),
-            "num_patches": ("int32", (), 0),
+            "num_patches_X": ("int32", (geometry.num_bins,), 0),
         }
     )

@@ -12,7 +12,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from tpu_vl.engine.layout import MAX_LOGPROBS, PROMPT_BIT, SampleRows
+from tpu_vl.engine.layout import MAX_LOGPROBS, NO_TOKEN, PROMPT_BIT, SampleRows
 from tpu_vl.tree import pytree
 
 _SEARCH_BITS = 2
@@ -61,8 +61,8 @@ def sample(
     Returns:
         The tokens, with logprobs where a row asks for them. Greedy ties give the lowest id.
     """
-    if suppressed:
-        logits_RV = logits_RV.at[:, jnp.asarray(suppressed, jnp.int32)].set(-jnp.inf)
+    for token in suppressed:
+        logits_RV = jnp.where(_ids(logits_RV) == token, -jnp.inf, logits_RV)
     top_R = jnp.max(logits_RV, axis=-1)
     finite_R = jnp.isfinite(top_R) & ~jnp.any(jnp.isnan(logits_RV), axis=-1)
     shaped_RV = _without_early_stops(logits_RV, rows)
@@ -87,9 +87,18 @@ def _row_index(array_RX: jax.Array) -> jax.Array:
     return jnp.arange(array_RX.shape[0], dtype=jnp.int32)[:, None]
 
 
+def _ids(logits_RV: jax.Array) -> jax.Array:
+    """[1, V] the token ids: compared with, where a scatter would lay the logits out anew."""
+    return jnp.arange(logits_RV.shape[1], dtype=jnp.int32)[None]
+
+
 def _without_early_stops(logits_RV: jax.Array, rows: SampleRows) -> jax.Array:
-    stops_RS = rows.stop_ids_RS
-    return logits_RV.at[_row_index(stops_RS), stops_RS].set(-jnp.inf, mode="drop")
+    def remove(i: jax.Array, logits_RV: jax.Array) -> jax.Array:
+        stop_R1 = jax.lax.dynamic_slice_in_dim(rows.stop_ids_RS, i, 1, axis=1)
+        return jnp.where(_ids(logits_RV) == stop_R1, -jnp.inf, logits_RV)
+
+    num_stops = jnp.max(jnp.sum(rows.stop_ids_RS != NO_TOKEN, axis=1, dtype=jnp.int32))
+    return jax.lax.fori_loop(0, num_stops, remove, logits_RV)
 
 
 def _biased(

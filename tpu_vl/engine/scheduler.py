@@ -82,9 +82,9 @@ class Scheduler:
         self.cache = MediaCache(engine_config.pool_rows)
         self.tower = Tower(
             self.cache,
-            capacities=engine_config.patch_capacities,
+            engine_config=engine_config,
             depth=geometry.depth if geometry else 0,
-            step_patch_layers=engine_config.vision_step_patch_layers,
+            num_bins=geometry.num_bins if geometry else 1,
         )
         self.num_preemptions = 0
         self.num_frame_queries = 0

@@ -252,9 +252,10 @@ def _check_medium(medium: Media, geometry: VisionGeometry, engine_config: Engine
             f"{len(medium.patches)} bytes of patches"
         )
     rows = h * w // geometry.merge_size**2
-    if h * w > engine_config.patch_capacities[-1] or rows > engine_config.pool_rows:
+    largest = engine_config.patch_capacities[-1] // geometry.num_bins
+    if h * w > largest or rows > engine_config.pool_rows:
         raise MediaTooLargeError(
             f"a {medium.kind} frame of {h * w} patches ({rows} tokens) is over the largest tower "
-            f"capacity of {engine_config.patch_capacities[-1]} patches or the media pool of "
+            f"capacity of {largest} patches or the media pool of "
             f"{engine_config.pool_rows} rows; send it smaller"
         )

@@ -24,8 +24,8 @@ class DeviceState:
         caches_LSCH: one array per layer of each declared cache: pages, tokens of a page, K and V
             heads, head width.
         pool_RJD: encoded media rows, levels, text width; None in a text-only process.
-        hidden_PD: the tower's hidden rows between slices of one call, of the largest patch
-            capacity; None in a text-only process.
+        hidden_XPD: the tower's hidden rows between slices of one call: of each bin, its share of
+            the largest patch capacity; None in a text-only process.
         page_table_BL: int32 pages of each slot's sequence, in order; stale past its length.
         last_token_B: int32 newest token of each slot.
         counts_BV: uint16 per slot and token id: PROMPT_BIT and the number of answer tokens.
@@ -36,7 +36,7 @@ class DeviceState:
 
     caches_LSCH: tuple[jax.Array, ...]
     pool_RJD: jax.Array | None
-    hidden_PD: jax.Array | None
+    hidden_XPD: jax.Array | None
     page_table_BL: jax.Array
     last_token_B: jax.Array
     counts_BV: jax.Array
@@ -57,7 +57,8 @@ def abstract_state(
 
     Returns:
         DeviceState of jax.ShapeDtypeStruct with shardings: cache heads over "model" where the
-        K/V heads divide, pool width over "model" where it divides, the rest on every device.
+        K/V heads divide, pool width over "model" where it divides, a bin's hidden rows on its own
+        device, the rest on every device.
     """
     mesh, dtype, num_slots = (
         backend.mesh,
@@ -88,14 +89,19 @@ def abstract_state(
             dtype,
             PartitionSpec(None, None, MODEL if width % model_size(mesh) == 0 else None),
         )
-        hidden = array((engine_config.patch_capacities[-1], geometry.width), dtype)
+        num_bins = geometry.num_bins
+        hidden = array(
+            (num_bins, engine_config.patch_capacities[-1] // num_bins, geometry.width),
+            dtype,
+            PartitionSpec(MODEL if num_bins > 1 else None),
+        )
     return DeviceState(
         caches_LSCH=tuple(caches),
         pool_RJD=pool,
-        hidden_PD=hidden,
+        hidden_XPD=hidden,
         page_table_BL=array((num_slots, engine_config.max_pages_per_seq), jnp.int32),
         last_token_B=array((num_slots,), jnp.int32),
-        counts_BV=array((num_slots, family.vocab_size(cfg)), jnp.uint16),
+        counts_BV=array((num_slots, family.logits_width(cfg)), jnp.uint16),
         bias_id_BZ=array((num_slots, BIAS_CAPACITY), jnp.int32),
         bias_value_BZ=array((num_slots, BIAS_CAPACITY), jnp.float32),
     )

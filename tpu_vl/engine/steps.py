@@ -8,7 +8,14 @@ import jax.numpy as jnp
 
 from tpu_vl.config import EngineConfig
 from tpu_vl.engine import layout, sampling
-from tpu_vl.engine.layout import ANSWER_TOKEN, PROMPT_BIT, PROMPT_TOKEN, SampleRows, TextBatch
+from tpu_vl.engine.layout import (
+    ANSWER_TOKEN,
+    PROMPT_BIT,
+    PROMPT_TOKEN,
+    UNCOUNTED,
+    SampleRows,
+    TextBatch,
+)
 from tpu_vl.engine.sampling import SampleOutputs
 from tpu_vl.engine.state import DeviceState
 from tpu_vl.models.family import Backend, EncodeInputs, Family, TextInputs, VisionGeometry
@@ -46,7 +53,6 @@ def text_program(
     page_table_BL = state.page_table_BL.at[b.delta_slot_A, b.delta_index_A].set(
         b.delta_page_A, mode="drop"
     )
-    bias_value_BZ = state.bias_value_BZ.at[b.reset_slot_B].set(0.0, mode="drop")
     inputs = TextInputs(
         ids_T=ids_T,
         positions_XT=b.positions_XT,
@@ -63,12 +69,47 @@ def text_program(
         state,
         caches_LSCH=caches,
         page_table_BL=page_table_BL,
-        counts_BV=_counted(state.counts_BV.at[b.reset_slot_B].set(0, mode="drop"), b, ids_T),
-        bias_id_BZ=state.bias_id_BZ.at[b.bias_slot_Z, b.bias_index_Z].set(b.bias_id_Z, mode="drop"),
-        bias_value_BZ=bias_value_BZ.at[b.bias_slot_Z, b.bias_index_Z].set(
-            b.bias_value_Z, mode="drop"
-        ),
+        **_slots_after(state, b, ids_T),
     )
+
+
+def _slots_after(state: DeviceState, b: TextBatch, ids_T: jax.Array) -> dict[str, jax.Array]:
+    """Counts and biases of the slots, with those of new sequences cleared and set.
+
+    Most steps have no new sequence and no penalty: loops of as many trips as there are, so that
+    nothing is spent on the others (a scatter would visit every padding entry).
+    """
+    counts_BV = state.counts_BV
+    num_resets = jnp.sum(b.reset_slot_B < counts_BV.shape[0], dtype=jnp.int32)
+
+    def clear(i: jax.Array, counts_BV: jax.Array) -> jax.Array:
+        slot = b.reset_slot_B[i]
+        row_1V = jax.lax.dynamic_slice_in_dim(counts_BV, slot, 1)
+        # Not a constant row: that would be made before the loop, in every step.
+        none = (slot < 0).astype(counts_BV.dtype)
+        return jax.lax.dynamic_update_slice_in_dim(counts_BV, row_1V * none, slot, 0)
+
+    def bias(_: Any, biases: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        id_BZ, value_BZ = biases
+        value_BZ = value_BZ.at[b.reset_slot_B].set(0.0, mode="drop")
+        where = b.bias_slot_Z, b.bias_index_Z
+        return (
+            id_BZ.at[where].set(b.bias_id_Z, mode="drop"),
+            value_BZ.at[where].set(b.bias_value_Z, mode="drop"),
+        )
+
+    counts_BV = jax.lax.fori_loop(0, num_resets, clear, counts_BV)
+    counts_BV = jax.lax.fori_loop(
+        0, _once(jnp.any(b.count_T != UNCOUNTED)), lambda _, c: _counted(c, b, ids_T), counts_BV
+    )
+    biases = (state.bias_id_BZ, state.bias_value_BZ)
+    id_BZ, value_BZ = jax.lax.fori_loop(0, _once(num_resets > 0), bias, biases)
+    return {"counts_BV": counts_BV, "bias_id_BZ": id_BZ, "bias_value_BZ": value_BZ}
+
+
+def _once(condition: jax.Array) -> jax.Array:
+    """Trips of a loop that does its body or not: a conditional could copy the carried arrays."""
+    return condition.astype(jnp.int32)
 
 
 def _counted(counts_BV: jax.Array, b: TextBatch, ids_T: jax.Array) -> jax.Array:
@@ -111,7 +152,7 @@ def sample_program(
     r = SampleRows(**layout.sample_layout(engine_config, num_rows).unpack(rows))
     logits_RV = family.logits(head, hidden_RD, cfg=cfg, backend=backend).astype(jnp.float32)
     outputs = sampling.sample(
-        logits_RV[:, : family.vocab_size(cfg)],
+        logits_RV,
         r,
         state.counts_BV,
         state.bias_id_BZ,
@@ -173,12 +214,14 @@ def encode_program(
         The state, with the finished pool rows after the last slice.
     """
     assert state.pool_RJD is not None
-    assert state.hidden_PD is not None
-    fields = layout.encode_layout(family.geometry(cfg), num_patches).unpack(meta)
+    assert state.hidden_XPD is not None
+    geometry = family.geometry(cfg)
+    fields = layout.encode_layout(geometry, num_patches).unpack(meta)
+    per_bin = num_patches // geometry.num_bins
     pool_RJD, hidden_PD = family.encoders["vision"](
         params_vision,
         state.pool_RJD,
-        state.hidden_PD[:num_patches],
+        state.hidden_XPD[:, :per_bin].reshape(num_patches, -1),
         EncodeInputs(patches_PW=patches_PW, layers_2=layers_2, **fields),
         cfg=cfg,
         backend=backend,
@@ -186,5 +229,7 @@ def encode_program(
     return replace(
         state,
         pool_RJD=pool_RJD,
-        hidden_PD=state.hidden_PD.at[:num_patches].set(hidden_PD),
+        hidden_XPD=state.hidden_XPD.at[:, :per_bin].set(
+            hidden_PD.reshape(geometry.num_bins, per_bin, -1)
+        ),
     )

@@ -5,10 +5,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from tpu_vl.config import EngineConfig
 from tpu_vl.engine.media_cache import FrameKey, MediaCache
 from tpu_vl.engine.sequence import Frame
 from tpu_vl.errors import IntegrityError
-from tpu_vl.vision.pack import FramePlan, PackedCall, pack_frames
+from tpu_vl.vision.pack import FramePlan, PackedCall, computed_rows, layer_cost, pack_frames
 
 TOWER = "tower"
 """Owner of the frames of the call in progress: it ends even if every request for it is gone."""
@@ -22,12 +23,14 @@ class TowerCall:
         packed: frames and capacity.
         patches: uint8 [h * w, W] of each frame.
         rows: int32 pool rows of each frame.
+        layer_cost: of one layer, in patches of linear work of the busiest device.
         next_layer: the first layer that has not been dispatched.
     """
 
     packed: PackedCall
     patches: list[np.ndarray]
     rows: list[np.ndarray]
+    layer_cost: float
     next_layer: int = 0
 
 
@@ -47,20 +50,20 @@ class Tower:
         self,
         cache: MediaCache,
         *,
-        capacities: tuple[int, ...],
+        engine_config: EngineConfig,
         depth: int,
-        step_patch_layers: int,
+        num_bins: int,
     ) -> None:
         """Args:
         cache: told when a frame's rows are written.
-        capacities: patches of each tower program, ascending.
+        engine_config: capacities, blocks and the work of one step; at least one layer runs.
         depth: tower layers.
-        step_patch_layers: patches times layers of one step; at least one layer runs.
+        num_bins: of a call.
         """
         self._cache = cache
-        self._capacities = capacities
+        self._config = engine_config
         self._depth = depth
-        self._step_patch_layers = step_patch_layers
+        self._num_bins = num_bins
         self._queue: OrderedDict[FrameKey, Frame] = OrderedDict()
         self._call: TowerCall | None = None
         self.num_calls = 0
@@ -88,17 +91,17 @@ class Tower:
     def advance(self) -> list[TowerSlice]:
         """Plans this step's slices; frames of finished calls are marked ready."""
         slices: list[TowerSlice] = []
-        budget = self._step_patch_layers
+        budget = self._config.vision_step_patch_layers
         while self._call is not None or self._queue:
             call = self._call = self._call or self._next_call()
-            num_layers = budget // call.packed.num_patches
+            num_layers = int(budget // call.layer_cost)
             if not slices:
                 num_layers = max(1, num_layers)
             if num_layers == 0:
                 break
             end = min(self._depth, call.next_layer + num_layers)
             slices.append(TowerSlice(call, call.next_layer, end))
-            budget -= (end - call.next_layer) * call.packed.num_patches
+            budget -= (end - call.next_layer) * call.layer_cost
             call.next_layer = end
             if end < self._depth:
                 break
@@ -110,7 +113,7 @@ class Tower:
             FramePlan(key=f.key, grid_h=f.grid_hw[0], grid_w=f.grid_hw[1])
             for f in self._queue.values()
         ]
-        packed = pack_frames(plans, self._capacities)[0]
+        packed = pack_frames(plans, self._config.patch_capacities, self._num_bins)[0]
         frames = [self._queue.popitem(last=False)[1] for _ in packed.frames]
         rows = []
         for frame in frames:
@@ -121,8 +124,15 @@ class Tower:
         self.num_calls += 1
         self.num_frames += len(frames)
         self.num_patches += packed.num_patches
-        self.num_padding_patches += packed.capacity - packed.num_patches
-        return TowerCall(packed, [f.patches_PW for f in frames], rows)
+        steps = self._config.steps_of(packed.capacity)
+        computed = computed_rows(packed, self._config.row_block, steps)
+        self.num_padding_patches += computed - packed.num_patches
+        return TowerCall(
+            packed,
+            [f.patches_PW for f in frames],
+            rows,
+            layer_cost=layer_cost(packed, self._config.vision_attention_patches),
+        )
 
     def _finish(self, call: TowerCall) -> None:
         for plan in call.packed.frames:

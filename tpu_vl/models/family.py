@@ -7,6 +7,7 @@ from typing import Any, Protocol
 import jax
 from jax.sharding import Mesh
 
+from tpu_vl import tree
 from tpu_vl.errors import ConfigError
 from tpu_vl.tree import pytree
 
@@ -20,12 +21,14 @@ class Backend:
         vision_attention: name accepted by `tpu_vl.kernels.vision_attention.api`.
         paged_attention: name accepted by `tpu_vl.kernels.paged_attention.api`.
         row_block: patches per block of the tower's linear parts; capacities are multiples of it.
+        row_steps: sizes that a call's last block may take, in even steps up to `row_block`.
     """
 
     mesh: Mesh
     vision_attention: str
     paged_attention: str
     row_block: int
+    row_steps: int = 1
 
 
 @dataclass(frozen=True)
@@ -35,7 +38,8 @@ class PagedCache:
     Args:
         name: e.g. "kv".
         num_layers: arrays of it.
-        num_kv_heads: K; C is 2K, K and V of a head interleaved, padded to the packing.
+        num_kv_heads: K as held, copies included; C is 2K, K and V of a head interleaved, padded
+            to the packing.
         head_dim: H.
     """
 
@@ -59,6 +63,8 @@ class VisionGeometry:
         width: tower hidden width.
         num_levels: DeepStack levels; a pool row holds 1 + num_levels vectors.
         image_token_id, video_token_id, vision_start_token_id, vision_end_token_id: ids.
+        num_bins: X, bins of a call, each of capacity / X patches: one per device where devices
+            encode whole frames of their own, 1 where all devices share every frame.
     """
 
     patch_size: int
@@ -73,21 +79,22 @@ class VisionGeometry:
     video_token_id: int
     vision_start_token_id: int
     vision_end_token_id: int
+    num_bins: int = 1
 
 
 @pytree
 class EncodeInputs:
-    """One packed call of the tower: P patches of whole frames, padding last.
+    """One packed call of the tower: X bins of P / X patches, whole frames, each bin's padding last.
 
     Args:
         patches_PW: uint8 RGB values, channel, time, row, column inside a patch.
         coords_2P: int32 row and column of each patch in its frame, in patches.
         interp_index_4P: int32 cells of the position table, in [0, side ** 2).
         interp_weight_4P: float32 their weights.
-        bounds_2P: int32 first patch and one past the last of each patch's own segment (frame).
-            Padding patches form one segment of their own, behind the valid ones.
+        bounds_2P: int32 first patch and one past the last of each patch's own segment (frame),
+            counted inside its bin. A bin's padding is one segment of its own, last.
         rows_M: int32 pool row of each merged cell, M = P / merge ** 2; -1 writes nothing.
-        num_patches: int32 scalar, valid patches; those behind are padding.
+        num_patches_X: int32 valid patches of each bin; those behind are padding.
         layers_2: int32 first layer to run and one past the last; 0 embeds the patches first,
             the depth writes the pool rows of the merger.
     """
@@ -98,7 +105,7 @@ class EncodeInputs:
     interp_weight_4P: jax.Array
     bounds_2P: jax.Array
     rows_M: jax.Array
-    num_patches: jax.Array
+    num_patches_X: jax.Array
     layers_2: jax.Array
 
 
@@ -128,7 +135,8 @@ class TextInputs:
 class EncodeStep(Protocol):
     """Runs tower layers over a packed call; writes finished rows into the pool.
 
-    Returns the pool and the hidden rows to hand to the next slice of the same call.
+    Returns the pool and the hidden rows to hand to the next slice of the same call; both rows and
+    patches are over "model" where the call has several bins, each device its own bin.
     """
 
     def __call__(
@@ -174,6 +182,8 @@ class TensorMap:
         stacked_ids: the numbers that `{}` takes when they are not 0..num_stacked-1.
         file_shape: the tensor's shape in the file where one dim of the layout spans several of
             its axes (a convolution kernel); None: the layout's own shape.
+        repeat: (dim, n): the tree holds each of the file's entries of that dim n times in a row.
+        pad: (dim, size in the file): what the tree holds behind them along that dim is zero.
     """
 
     path: str
@@ -182,6 +192,8 @@ class TensorMap:
     num_stacked: int | None = None
     stacked_ids: tuple[int, ...] | None = None
     file_shape: tuple[int, ...] | None = None
+    repeat: tuple[str, int] | None = None
+    pad: tuple[str, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -195,10 +207,14 @@ class Family:
         parse_config: (config.json as a dict, with_vision=, preprocessor=) -> frozen model config.
             `with_vision=False` never touches the vision section and leaves `cfg.vision` None;
             `preprocessor` (preprocessor_config.json or None) gives the pixel mean and std.
+        shard: (cfg, number of devices on "model", tower mode "weights" or "data") -> the config
+            with the sizes that the tree holds on so many devices. Everything below takes its
+            result; without it, the sizes of one device.
         dims: model config -> tables of dims, for tests and the plan: {"text": ..., "vision": ...}.
         abstract_params: (cfg, dtype name) -> tree of jax.ShapeDtypeStruct with the fields `text`
             and `vision` (None where cfg.vision is None).
-        axes: dims -> mesh axis, given to `tree.shardings`.
+        axes: cfg -> for "text" and "vision" the map from dims to mesh axes that `placed_params`
+            gives to `tree.shardings`.
         checkpoint_map: cfg -> how every array is found.
         key_prefixes: (prefix in a published layout, canonical prefix), tried in order.
         skip_keys: cfg -> regular expressions of canonical keys that may be left unread.
@@ -207,17 +223,21 @@ class Family:
         geometry: cfg -> VisionGeometry; only called when cfg.vision is not None.
         text_step: the language model; its params are `params.text`, an encoder's `params.vision`.
         head: params -> the subtree that `logits` reads (the tied or untied output matrix).
-        logits: (head, hidden_RD, cfg=, backend=) -> float32 logits_RV.
-        vocab_size, text_width: cfg -> sizes.
+        logits: (head, hidden_RD, cfg=, backend=) -> float32 logits_RV, V the `logits_width`;
+            -inf from `vocab_size` on.
+        vocab_size: cfg -> ids that exist.
+        logits_width: cfg -> columns of the logits, padding included.
+        text_width: cfg -> D.
     """
 
     name: str
     model_types: tuple[str, ...]
     modalities: tuple[str, ...]
     parse_config: Callable[..., Any]
+    shard: Callable[[Any, int, str], Any]
     dims: Callable[[Any], Mapping[str, Mapping[str, int]]]
     abstract_params: Callable[[Any, str], Any]
-    axes: Mapping[str, str | None]
+    axes: Callable[[Any], Mapping[str, Mapping[str, str | None]]]
     checkpoint_map: Callable[[Any], tuple[TensorMap, ...]]
     key_prefixes: tuple[tuple[str, str], ...]
     skip_keys: Callable[[Any], tuple[str, ...]]
@@ -228,7 +248,19 @@ class Family:
     head: Callable[[Any], Any]
     logits: Callable[..., jax.Array]
     vocab_size: Callable[[Any], int]
+    logits_width: Callable[[Any], int]
     text_width: Callable[[Any], int]
+
+
+def placed_params(family: Family, cfg: Any, dtype: str, mesh: Mesh) -> Any:
+    """The family's abstract tree, each array with its place on the mesh."""
+    params, axes = family.abstract_params(cfg, dtype), family.axes(cfg)
+    parts = {
+        name: tree.with_shardings(part, tree.shardings(part, mesh, axes[name]))
+        for name in ("text", "vision")
+        if (part := getattr(params, name)) is not None
+    }
+    return params.replace(**parts)
 
 
 def check_family(family: Family) -> None:

@@ -8,8 +8,8 @@ Source: transformers 5.24 models/qwen3_vl/modeling_qwen3_vl.py, `Qwen3VLTextMode
 mask, and only the wanted rows reach the final norm.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -19,8 +19,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from tpu_vl import tree
 from tpu_vl.errors import ConfigError
 from tpu_vl.kernels.paged_attention.api import paged_attention
-from tpu_vl.mesh import MODEL, replicated
-from tpu_vl.models import ops, qwen3_vision
+from tpu_vl.mesh import MODEL, model_size, replicated
+from tpu_vl.models import ops, qwen3_vision, qwen3_vision_config, tensor_parallel
 from tpu_vl.models.family import (
     Backend,
     EncodeInputs,
@@ -30,57 +30,19 @@ from tpu_vl.models.family import (
     TextInputs,
     VisionGeometry,
 )
-from tpu_vl.models.hf_config import Section
-from tpu_vl.models.qwen3_vision import VisionConfig, VisionParams
+from tpu_vl.models.qwen3_vision_config import VisionConfig, VisionParams
+from tpu_vl.models.qwen3_vl_config import (
+    Qwen3VLConfig,
+    axes,
+    dims,
+    parse_config,
+    shard,
+    text_dims,
+)
 from tpu_vl.tree import pytree
 
-DEFAULT_SECTIONS = (24, 20, 20)
-AXES = {"N": MODEL, "K": MODEL, "F": MODEL, "U": MODEL, "V": MODEL}
-
-
-@dataclass(frozen=True, kw_only=True)
-class TextConfig:
-    """Sizes of the language model.
-
-    Args:
-        num_layers, width, num_heads, num_kv_heads, head_dim, mlp_width, vocab_size: sizes.
-        norm_eps: of every RMS norm.
-        rope_theta: base wavelength.
-        rope_sections: rotary frequencies of time, rows and columns.
-        max_positions: context that the checkpoint was trained for, in tokens.
-    """
-
-    num_layers: int
-    width: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    mlp_width: int
-    vocab_size: int
-    norm_eps: float
-    rope_theta: float
-    rope_sections: tuple[int, int, int]
-    max_positions: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class MediaIds:
-    """Token ids that stand for media in a prompt."""
-
-    image: int
-    video: int
-    vision_start: int
-    vision_end: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Qwen3VLConfig:
-    """The whole model; `vision` and `ids` are None in a text-only process."""
-
-    text: TextConfig
-    vision: VisionConfig | None
-    ids: MediaIds | None
-    tie_word_embeddings: bool
+SHARED_TOKENS = 512
+"""Tokens from which the devices share what stands between the layers."""
 
 
 @pytree
@@ -118,122 +80,6 @@ class Params:
     vision: VisionParams | None
 
 
-def parse_config(
-    config: Mapping[str, Any],
-    *,
-    with_vision: bool = True,
-    preprocessor: Mapping[str, Any] | None = None,
-) -> Qwen3VLConfig:
-    """Reads a config.json of model type `qwen3_vl` or `qwen3_vl_text`.
-
-    Args:
-        config: config.json as a dict, of either spelling of the rotary settings.
-        with_vision: False leaves the vision section untouched and `vision` None; so does a
-            config without one.
-        preprocessor: preprocessor_config.json, for the pixel mean and deviation.
-
-    Raises:
-        ConfigError: a key is missing or has a value that the model does not compute.
-    """
-    outer = Section(config, "config.json")
-    if outer.has("quantization_config"):
-        raise ConfigError(
-            "config.json has a quantization_config: quantised checkpoints are not supported by "
-            "this family; use the bfloat16 checkpoint of the model"
-        )
-    text = outer.section("text_config") if outer.has("text_config") else outer
-    tied = outer if outer.has("tie_word_embeddings") else text
-    tied.must_be("tie_word_embeddings", True, False)
-    cfg = Qwen3VLConfig(
-        text=_parse_text_config(text),
-        vision=None,
-        ids=None,
-        tie_word_embeddings=bool(tied.values.get("tie_word_embeddings")),
-    )
-    if not (with_vision and outer.has("vision_config")):
-        return cfg
-    vision = qwen3_vision.parse_vision_config(outer.section("vision_config"), preprocessor)
-    _check_vision_fits(cfg.text, vision)
-    ids = MediaIds(
-        image=outer.token_id("image_token_id"),
-        video=outer.token_id("video_token_id"),
-        vision_start=outer.token_id("vision_start_token_id"),
-        vision_end=outer.token_id("vision_end_token_id"),
-    )
-    return Qwen3VLConfig(
-        text=cfg.text, vision=vision, ids=ids, tie_word_embeddings=cfg.tie_word_embeddings
-    )
-
-
-def _parse_text_config(section: Section) -> TextConfig:
-    section.must_be("attention_bias", False)
-    section.must_be("hidden_act", "silu")
-    new_style = section.has("rope_parameters")
-    old = section.section("rope_scaling") if section.has("rope_scaling") else Section({}, "")
-    rope = section.section("rope_parameters") if new_style else old
-    rope.must_be("rope_type", "default", "mrope")
-    rope.must_be("type", "default", "mrope")
-    rope.must_be("mrope_interleaved", True)
-    sections = rope.indices("mrope_section") if rope.has("mrope_section") else DEFAULT_SECTIONS
-    if len(sections) != 3:
-        raise ConfigError(f"{rope.name}: mrope_section is {sections}; three sizes are needed")
-    cfg = TextConfig(
-        num_layers=section.size("num_hidden_layers"),
-        width=section.size("hidden_size"),
-        num_heads=section.size("num_attention_heads"),
-        num_kv_heads=section.size("num_key_value_heads"),
-        head_dim=section.size("head_dim"),
-        mlp_width=section.size("intermediate_size"),
-        vocab_size=section.size("vocab_size"),
-        norm_eps=section.number("rms_norm_eps"),
-        rope_theta=(rope if rope.has("rope_theta") else section).number("rope_theta"),
-        rope_sections=(sections[0], sections[1], sections[2]),
-        max_positions=section.size("max_position_embeddings"),
-    )
-    if cfg.num_heads % cfg.num_kv_heads or cfg.head_dim % 2:
-        raise ConfigError(
-            f"{section.name}: num_attention_heads {cfg.num_heads} must be a multiple of "
-            f"num_key_value_heads {cfg.num_kv_heads}, and head_dim {cfg.head_dim} even"
-        )
-    return cfg
-
-
-def _check_vision_fits(text: TextConfig, vision: VisionConfig) -> None:
-    if vision.out_width != text.width:
-        raise ConfigError(
-            f"config.json: vision out_hidden_size {vision.out_width} is not the language model's "
-            f"hidden_size {text.width}"
-        )
-    if len(vision.tap_layers) > text.num_layers:
-        raise ConfigError(
-            f"config.json: {len(vision.tap_layers)} deepstack_visual_indexes need as many decoder "
-            f"layers, but num_hidden_layers is {text.num_layers}"
-        )
-    if sum(text.rope_sections) != text.head_dim // 2:
-        raise ConfigError(
-            f"config.json: mrope_section {list(text.rope_sections)} must sum to head_dim / 2 = "
-            f"{text.head_dim // 2}"
-        )
-
-
-def dims(cfg: Qwen3VLConfig) -> dict[str, dict[str, int]]:
-    """Tables of dims of the language model and, where present, the tower."""
-    text = cfg.text
-    tables = {
-        "text": {
-            "D": text.width,
-            "N": text.num_heads,
-            "K": text.num_kv_heads,
-            "H": text.head_dim,
-            "F": text.mlp_width,
-            "V": text.vocab_size,
-        }
-    }
-    if cfg.vision is not None:
-        tables["vision"] = qwen3_vision.vision_dims(cfg.vision)
-    return tables
-
-
 def abstract_params(cfg: Qwen3VLConfig, dtype: str) -> Params:
     """The tree of jax.ShapeDtypeStruct.
 
@@ -252,7 +98,7 @@ def abstract_params(cfg: Qwen3VLConfig, dtype: str) -> Params:
         text=tree.abstract(TextParams, table, dtype, layers=layers, head_VD=head),
         vision=None
         if cfg.vision is None
-        else qwen3_vision.abstract_vision_params(cfg.vision, dtype),
+        else qwen3_vision_config.abstract_vision_params(cfg.vision, dtype),
     )
 
 
@@ -281,9 +127,11 @@ def checkpoint_map(cfg: Qwen3VLConfig) -> tuple[TensorMap, ...]:
     for i in range(cfg.text.num_layers):
         for name, (key, layout) in layer.items():
             maps.append(TensorMap(f"text.layers.{i}.{name}", f"{model}.layers.{i}.{key}", layout))
-    if cfg.vision is not None:
-        maps.extend(qwen3_vision.vision_checkpoint_map(cfg.vision))
-    return tuple(maps)
+    in_file = text_dims(replace(cfg.text, num_shards=1))
+    held = tensor_parallel.as_held(maps, in_file, text_dims(cfg.text))
+    if cfg.vision is None:
+        return held
+    return held + qwen3_vision_config.vision_checkpoint_map(cfg.vision)
 
 
 def skip_keys(cfg: Qwen3VLConfig) -> tuple[str, ...]:
@@ -318,13 +166,14 @@ def geometry(cfg: Qwen3VLConfig) -> VisionGeometry:
         video_token_id=cfg.ids.video,
         vision_start_token_id=cfg.ids.vision_start,
         vision_end_token_id=cfg.ids.vision_end,
+        num_bins=vision.num_bins,
     )
 
 
 def caches(cfg: Qwen3VLConfig) -> tuple[PagedCache, ...]:
     """One paged cache of keys and values over all layers."""
     text = cfg.text
-    return (PagedCache("kv", text.num_layers, text.num_kv_heads, text.head_dim),)
+    return (PagedCache("kv", text.num_layers, text_dims(text)["K"], text.head_dim),)
 
 
 Attend = Callable[[jax.Array, jax.Array, jax.Array, Any], tuple[jax.Array, Any]]
@@ -359,7 +208,7 @@ def text_layers(
     """
     text = cfg.text
     x_TD = _media_or(params.embed_VD[ids_T], pool_RJD, pool_row_T)
-    x_TD = _replicate(x_TD, backend)
+    x_TD = _residual(x_TD, backend)
     inv_freq = ops.inverse_frequencies(text.head_dim, text.rope_theta)
     axes = ops.interleaved_axes(inv_freq.size, text.rope_sections)
     cos_TH, sin_TH = ops.rope_tables(positions_XT, inv_freq, axes, x_TD.dtype)
@@ -370,7 +219,8 @@ def text_layers(
             x_TD, state = _text_layer(p, x_TD, cos_TH, sin_TH, state, attend, cfg, backend)
             if i < num_levels:
                 with jax.named_scope("deepstack"):
-                    x_TD = x_TD + _media_rows(x_TD, pool_RJD, pool_row_T, 1 + i)
+                    rows_TD = _media_rows(x_TD, pool_RJD, pool_row_T, 1 + i)
+                    x_TD = _residual(x_TD + _residual(rows_TD, backend), backend)
             new_states.append(state)
     return x_TD, tuple(new_states)
 
@@ -387,17 +237,18 @@ def _text_layer(
 ) -> tuple[jax.Array, Any]:
     eps = cfg.text.norm_eps
     with jax.named_scope("attention"):
-        y_TD = ops.rms_norm(x_TD, p.input_norm_D, eps)
-        q_TNH = ops.rms_norm(jnp.einsum("td,dnh->tnh", y_TD, p.q_DNH), p.q_norm_H, eps)
-        k_TKH = ops.rms_norm(jnp.einsum("td,dkh->tkh", y_TD, p.k_DKH), p.k_norm_H, eps)
+        y_TD = _normed(x_TD, p.input_norm_D, eps, backend)
+        q_TNH = ops.head_norm(jnp.einsum("td,dnh->tnh", y_TD, p.q_DNH), p.q_norm_H, eps)
+        k_TKH = ops.head_norm(jnp.einsum("td,dkh->tkh", y_TD, p.k_DKH), p.k_norm_H, eps)
         v_TKH = jnp.einsum("td,dkh->tkh", y_TD, p.v_DKH)
         q_TNH = ops.rotate(q_TNH, cos_TH, sin_TH)
         k_TKH = ops.rotate(k_TKH, cos_TH, sin_TH)
         out_TNH, state = attend(q_TNH, k_TKH, v_TKH, state)
-        x_TD = x_TD + _replicate(jnp.einsum("tnh,nhd->td", out_TNH, p.o_NHD), backend)
+        x_TD = _residual(x_TD + _residual(_joined(out_TNH, p.o_NHD, backend), backend), backend)
     with jax.named_scope("mlp"):
-        y_TD = ops.rms_norm(x_TD, p.post_norm_D, eps)
-        x_TD = x_TD + _replicate(ops.gated_mlp(y_TD, p.gate_DF, p.up_DF, p.down_FD), backend)
+        y_TD = _normed(x_TD, p.post_norm_D, eps, backend)
+        out_TD = ops.gated_mlp(y_TD, p.gate_DF, p.up_DF, p.down_FD)
+        x_TD = _residual(x_TD + _residual(out_TD, backend), backend)
     return x_TD, state
 
 
@@ -415,8 +266,31 @@ def _media_rows(x_TD: jax.Array, pool_RJD: Any, pool_row_T: Any, column: int) ->
     return jnp.where(pool_row_T[:, None] >= 0, rows_TD, 0)
 
 
-def _replicate(x: jax.Array, backend: Backend) -> jax.Array:
-    return jax.lax.with_sharding_constraint(x, replicated(backend.mesh))
+def _normed(x_TD: jax.Array, weight_D: jax.Array, eps: float, backend: Backend) -> jax.Array:
+    y_TD = _residual(ops.rms_norm(x_TD, weight_D, eps), backend)
+    return jax.lax.with_sharding_constraint(y_TD, replicated(backend.mesh))
+
+
+def _joined(out_TNH: jax.Array, o_NHD: jax.Array, backend: Backend) -> jax.Array:
+    """The output projection as a product of two matrices, for which the reshapes are free."""
+    num_heads, width, _ = o_NHD.shape
+    out_TQ = out_TNH.reshape(-1, num_heads * width)
+    by_heads = NamedSharding(backend.mesh, PartitionSpec(None, MODEL))
+    out_TQ = jax.lax.with_sharding_constraint(out_TQ, by_heads)
+    with jax.named_scope("output"):
+        return out_TQ @ o_NHD.reshape(num_heads * width, -1)
+
+
+def _residual(x_TD: jax.Array, backend: Backend) -> jax.Array:
+    """Places what stands between the layers: whole, or of long batches D over the devices.
+
+    Then norms and sums are shared work, and a reduce-scatter and an all-gather move what one
+    all-reduce would; of a short batch only the latency of the collectives counts.
+    """
+    num_tokens, width = x_TD.shape
+    is_shared = num_tokens >= SHARED_TOKENS and width % model_size(backend.mesh) == 0
+    spec = PartitionSpec(None, MODEL if is_shared else None)
+    return jax.lax.with_sharding_constraint(x_TD, NamedSharding(backend.mesh, spec))
 
 
 def final_norm(params: TextParams, hidden_RD: jax.Array, *, cfg: Qwen3VLConfig) -> jax.Array:
@@ -513,13 +387,19 @@ def head(params: Params) -> jax.Array:
 def logits(
     head_VD: jax.Array, hidden_RD: jax.Array, *, cfg: Qwen3VLConfig, backend: Backend
 ) -> jax.Array:
-    """float32 logits [R, V] of hidden rows after the final norm, vocabulary over "model"."""
-    del cfg
+    """float32 logits [R, V] of hidden rows after the final norm, vocabulary over "model".
+
+    Columns behind the vocabulary, which pad it to the devices, are -inf.
+    """
     with ops.matmul_precision(head_VD.dtype), jax.named_scope("logits"):
         out_RV = jnp.einsum("rd,vd->rv", hidden_RD, head_VD, preferred_element_type=jnp.float32)
         fits = head_VD.shape[0] % backend.mesh.shape[MODEL] == 0
         sharding = NamedSharding(backend.mesh, PartitionSpec(None, MODEL if fits else None))
-        return jax.lax.with_sharding_constraint(out_RV, sharding)
+        out_RV = jax.lax.with_sharding_constraint(out_RV, sharding)
+        if head_VD.shape[0] == cfg.text.vocab_size:
+            return out_RV
+        exists_V = jnp.arange(head_VD.shape[0]) < cfg.text.vocab_size
+        return jnp.where(exists_V, out_RV, -jnp.inf)
 
 
 FAMILY = Family(
@@ -527,9 +407,10 @@ FAMILY = Family(
     model_types=("qwen3_vl", "qwen3_vl_text"),
     modalities=("image", "video"),
     parse_config=parse_config,
+    shard=shard,
     dims=dims,
     abstract_params=abstract_params,
-    axes=AXES,
+    axes=axes,
     checkpoint_map=checkpoint_map,
     key_prefixes=(
         ("model.language_model.", "model.language_model."),
@@ -550,5 +431,6 @@ FAMILY = Family(
     head=head,
     logits=logits,
     vocab_size=lambda cfg: cfg.text.vocab_size,
+    logits_width=lambda cfg: text_dims(cfg.text)["V"],
     text_width=lambda cfg: cfg.text.width,
 )

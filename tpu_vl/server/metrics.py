@@ -171,7 +171,7 @@ class _EngineCollector(Collector):
             "vllm:kv_cache_usage_perc": ("Share of KV pages in use, 0 to 1.", stats.kv_usage),
             "tpu_vl:media_pool_usage": ("Share of media pool rows in use.", stats.pool_usage),
             "tpu_vl:patch_padding_share": (
-                "Share of the tower's rows that were padding.",
+                "Share of the tower's computed rows that were padding.",
                 padded / (patches + padded) if patches + padded else 0.0,
             ),
         }
@@ -194,7 +194,7 @@ class _EngineCollector(Collector):
             "tpu_vl:engine_steps": ("Steps of the engine.", stats.steps_total),
             "tpu_vl:frames_encoded": ("Images and frames encoded.", stats.frames_encoded_total),
             "tpu_vl:patches_encoded": ("Patches encoded.", patches),
-            "tpu_vl:patches_padded": ("Padding rows of the tower.", padded),
+            "tpu_vl:patches_padded": ("Padding rows that the tower computed.", padded),
             "tpu_vl:encoder_calls": ("Runs of a tower program.", stats.encoder_calls_total),
             "tpu_vl:compiles_after_ready": (
                 "Programs compiled since the server was ready; stays 0.",

@@ -15,8 +15,9 @@ from safetensors.numpy import save_file
 
 from tpu_vl import tree
 from tpu_vl.errors import CheckpointError
-from tpu_vl.models.family import Family, TensorMap
-from tpu_vl.weights.layout import axis_runs, parse_layout
+from tpu_vl.models.family import Family, TensorMap, placed_params
+from tpu_vl.weights import layout
+from tpu_vl.weights.layout import Range, axis_runs, parse_layout
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -37,8 +38,9 @@ def load_params(
 ) -> Any:
     """Reads a checkpoint folder into the family's tree, sharded as the family says.
 
-    Keys, shapes and dtypes of all files are checked before the first value is read. Each device's
-    slice is read and converted on its own, so the host holds about one array at a time.
+    Keys, shapes and dtypes of all files are checked before the first value is read. Every value is
+    read once, converted and sent on its own, so beside what the devices hold the host holds about
+    one device's part of one array at a time, and no device ever more than its own part.
 
     Args:
         folder: has `model.safetensors`, or shards with `model.safetensors.index.json`.
@@ -53,8 +55,7 @@ def load_params(
     Raises:
         CheckpointError: files, keys, shapes or dtypes do not match the model, named one by one.
     """
-    abstract = family.abstract_params(cfg, dtype)
-    placed = tree.with_shardings(abstract, tree.shardings(abstract, mesh, family.axes))
+    placed = placed_params(family, cfg, dtype, mesh)
     with ExitStack() as stack:
         files = _Files(Path(folder), family, stack)
         leaves = _leaves(placed)
@@ -66,9 +67,7 @@ def load_params(
 
         def read(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> jax.Array:
             nonlocal done
-            source = sources[tree.path_text(path)]
-            array = jax.make_array_from_callback(leaf.shape, leaf.sharding, source.reader())
-            array.block_until_ready()
+            array = _place(sources.pop(tree.path_text(path)), leaf)
             done += tree.num_bytes(leaf)
             if progress is not None:
                 progress(done, total)
@@ -111,6 +110,22 @@ def save_params(
         total = tree.num_bytes(params)
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _place(source: "_Source", leaf: jax.ShapeDtypeStruct) -> jax.Array:
+    """One array on its devices, a part after the other; equal parts are read once."""
+    assert leaf.sharding is not None
+    holders: dict[tuple[Range, ...], list[Any]] = {}
+    for device, index in leaf.sharding.addressable_devices_indices_map(leaf.shape).items():
+        assert index is not None
+        ranges = [s.indices(size)[:2] for s, size in zip(index, leaf.shape, strict=True)]
+        holders.setdefault(tuple(ranges), []).append(device)
+    parts: list[jax.Array] = []
+    for ranges, devices in holders.items():
+        values = source.read(ranges)
+        # Waited for, so that the host's copy goes before the next part is read.
+        parts += jax.block_until_ready([jax.device_put(values, device) for device in devices])
+    return jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, parts)
 
 
 class _Files:
@@ -177,41 +192,43 @@ class _Source:
         dims = tree.suffix(tensor.path.rsplit(".", 1)[1])
         self.dims = dims[1:] if self.stacked else dims
         shape = leaf.shape[1:] if self.stacked else leaf.shape
-        self.sizes = dict(zip(self.dims, shape, strict=True))
+        self.sizes = layout.file_sizes(tensor, dict(zip(self.dims, shape, strict=True)))
         self.groups = parse_layout(tensor.layout)
+        self._repeated: dict[tuple[Any, ...], np.ndarray] = {}
 
     @property
     def file_shape(self) -> tuple[int, ...]:
         """The shape that each of the file's tensors must have."""
         return self.tensor.file_shape or _grouped_shape(self.groups, self.sizes)
 
-    def reader(self) -> Callable[[Any], np.ndarray]:
-        """The callback that gives a device's slice; equal slices are read once."""
-        read: dict[tuple[tuple[int, int], ...], np.ndarray] = {}
-
-        def callback(index: Any) -> np.ndarray:
-            ranges = tuple(
-                s.indices(size)[:2] for s, size in zip(index, self.leaf.shape, strict=True)
-            )
-            if ranges not in read:
-                read[ranges] = self._read(ranges)
-            return read[ranges]
-
-        return callback
-
-    def _read(self, ranges: tuple[tuple[int, int], ...]) -> np.ndarray:
+    def read(self, ranges: tuple[Range, ...]) -> np.ndarray:
+        """The part of the array in the tree within [start, stop) of each dim."""
         if not self.stacked:
             return np.ascontiguousarray(self._read_tensor(self.keys[0], ranges))
         start, stop = ranges[0]
-        shape = tuple(b - a for a, b in ranges)
-        out = np.empty(shape, self.leaf.dtype)
+        out = np.empty(tuple(b - a for a, b in ranges), self.leaf.dtype)
         for row, key in enumerate(self.keys[start:stop]):
             out[row] = self._read_tensor(key, ranges[1:])
         return out
 
-    def _read_tensor(self, key: str, ranges: tuple[tuple[int, int], ...]) -> np.ndarray:
-        view = self.files.view(key)
+    def _read_tensor(self, key: str, ranges: tuple[Range, ...]) -> np.ndarray:
         wanted = dict(zip(self.dims, ranges, strict=True))
+        in_file = tuple(
+            layout.file_range(self.tensor, d, r, self.sizes[d]) for d, r in wanted.items()
+        )
+        values = self._repeated.get((key, in_file))
+        if values is None:
+            values = self._read_file(key, dict(zip(wanted, in_file, strict=True)))
+            if self.tensor.repeat is not None:
+                self._repeated[key, in_file] = values
+        return layout.held(values, self.tensor, self.dims, wanted)
+
+    def _read_file(self, key: str, wanted: Mapping[str, Range]) -> np.ndarray:
+        """What the file holds in the wanted ranges, axes in the tree's order."""
+        shape = [b - a for a, b in wanted.values()]
+        if 0 in shape:
+            return np.zeros(shape, self.leaf.dtype)
+        view = self.files.view(key)
         order = [d for group in self.groups for d in group]
         if self.tensor.file_shape is None:
             runs = [axis_runs(group, self.sizes, wanted) for group in self.groups]
@@ -314,6 +331,7 @@ def _to_file(leaf: jax.Array, tensor: TensorMap, layer: int) -> np.ndarray:
     values = np.asarray(leaf)
     if tensor.num_stacked is not None:
         dims, values = dims[1:], values[layer]
+    values = layout.in_file(values, tensor, dims)
     groups = parse_layout(tensor.layout)
     sizes = dict(zip(dims, values.shape, strict=True))
     values = values.transpose([dims.index(d) for group in groups for d in group])
