@@ -47,6 +47,7 @@ def test_an_unknown_key_is_one_line(tmp_path: Path, caplog: pytest.LogCaptureFix
     assert store is not None
     changed = {**store.fields, "jaxlib": "0.0.1"}
     Store(store.folder, changed).claim()
+    caplog.clear()
     with caplog.at_level(logging.INFO):
         assert open_store(tmp_path) is not None
     (line,) = caplog.messages
