@@ -14,6 +14,7 @@ import jax
 
 from bench import schedule, tpu_compiler
 from tpu_vl.kernels.chips import CHIPS
+from tpu_vl.mesh import make_mesh, replicated
 
 _KEPT = ("packed-bundles-post-ra", "per-bundle-utilization", "final_bundles")
 _SOURCE = "from bench import programs; programs.compile_in_this_process()"
@@ -130,8 +131,11 @@ class Call:
 
 def lower(call: Call, device: Any) -> jax.stages.Lowered:
     """Lowers a call for one described device."""
-    place = jax.sharding.SingleDeviceSharding(device)
+    mesh = make_mesh(1, [device])
+    place = replicated(mesh)
     shapes = jax.tree.map(
         lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=place), call.shapes
     )
-    return jax.jit(call.run, donate_argnums=call.donated).lower(*shapes)
+    # A kernel's lowering asks what the device is: of the mesh, since a described one is absent.
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        return jax.jit(call.run, donate_argnums=call.donated).lower(*shapes)

@@ -5,11 +5,14 @@ operations, and the weighted sum [H, queries] fills the whole width of the matri
 of a K/V head stand as columns in the order in which 32-bit words hold them: word, token, row.
 
 exp2(logit - shift) is exact for any shift near enough to a row's largest logit that nothing
-overflows. So only the first block of a tile and blocks on its causal border look for the largest
-logit (`careful`); the others take the shift as it is (`quick`), which leaves nothing to wait for
-between their products. A tile whose total shows an overflow is done again, all blocks careful.
+overflows. A tile begins with the largest logits of its first few keys as shifts. Blocks that all
+its queries see take the shifts as they are (`quick`), which leaves nothing to wait for between
+their products. Blocks on the causal border go by short steps, of which none is behind the border;
+they mask and raise the shifts (`careful`). A tile whose total shows an overflow is done again, all
+blocks careful.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -24,10 +27,13 @@ from tpu_vl.kernels.online_softmax import MASKED
 from tpu_vl.kernels.paged_attention import words
 from tpu_vl.kernels.paged_attention.blocks import SUBLANES
 from tpu_vl.kernels.paged_attention.heads import dot, load_head
-from tpu_vl.kernels.paged_attention.plan import Plan, quotient
+from tpu_vl.kernels.paged_attention.plan import Plan, ceil_quotient, quotient
 from tpu_vl.kernels.paged_attention.stream import Item, Stream, ring
 
-CHUNK = 256  # columns of one product: the width of a matrix unit
+COLUMNS = 256  # queries of one product: the width of a matrix unit
+KEYS = 256  # keys of one product, and of a careful step: the depth of a matrix unit
+AHEAD = 8  # products whose scores are known before they are summed: they hide the exponentials
+FIRST_KEYS = 32  # give a tile its shifts: few, since nearly any shift is near enough
 MAX_TOTAL = 2.0**100  # a total below it has lost nothing
 
 
@@ -100,53 +106,61 @@ def take_in(
     limits: tuple[Any, Any] | None,
     state: State,
 ) -> None:
-    """Takes a key block into all heads.
+    """Takes keys into all heads.
 
-    Scores of the next product are asked for before the weighted sum of this one: in the order of
+    Scores of the next products are asked for before the weighted sum of this one: in the order of
     the matrix unit a sum that waits for its exponentials would hold up the scores behind it.
 
     Args:
         plan: sizes.
-        kv_ref: the block's rows [X, C, 128].
+        kv_ref: the keys' rows [X, C, 128].
         q_ref: the tile's queries.
         factors: of a head's logits, for powers of two.
-        limits: None: quick: all queries see the block and the shifts stay. Else careful: tokens of
-            the block that the tile's first query sees, and those that exist.
+        limits: None: quick: all queries see the keys and the shifts stay. Else careful, at most
+            `KEYS` keys: how many of them the tile's first query sees, and how many exist.
         state: scratch.
     """
-    num_columns = plan.blocks.prefill_rows
-    chunks = [slice(at, min(at + CHUNK, num_columns)) for at in range(0, num_columns, CHUNK)]
+    num_columns, num_keys = plan.blocks.prefill_rows, kv_ref.shape[0]
     heads = range(plan.num_kv_heads)
-    items = [(head, chunk) for head in heads for chunk in chunks]
     keys = [load_head(plan, kv_ref, head, 0) for head in heads]
     values = [_values(plan, kv_ref, head, limits) for head in heads]
     queries = [load_queries(plan, q_ref, head) for head in heads]
+    items = [
+        (head, columns, part)
+        for head in heads
+        for columns in _slices(num_columns, COLUMNS)
+        for part in _slices(num_keys, KEYS)
+    ]
 
-    def weigh(at: int, chunk: slice) -> tuple[jax.Array, jax.Array | None]:
-        logits_XR = dot(plan, keys[at], queries[at][chunk], 1) * factors(at)
-        shift_1R, decay_1R = state.shift_K1R[at, :, chunk], None
+    def weigh(at: int, columns: slice, part: slice) -> tuple[jax.Array, jax.Array | None]:
+        logits_XR = dot(plan, keys[at][part], queries[at][columns], 1) * factors(at)
+        shift_1R, decay_1R = state.shift_K1R[at, :, columns], None
         if limits is not None:
             key_XR = lax.broadcasted_iota(jnp.int32, logits_XR.shape, 0)
-            seen_1R = limits[0] + token_of(plan, num_columns)[:, chunk]
+            seen_1R = limits[0] + token_of(plan, num_columns)[:, columns]
             logits_XR = jnp.where(key_XR < seen_1R, logits_XR, MASKED)
             old_1R = shift_1R
             shift_1R = jnp.maximum(old_1R, logits_XR.max(axis=0, keepdims=True))
             decay_1R = jnp.exp2(old_1R - shift_1R)
-            state.shift_K1R[at, :, chunk] = shift_1R
+            state.shift_K1R[at, :, columns] = shift_1R
         weights_XR = jnp.exp2(logits_XR - shift_1R)
-        total_SR = state.total_KSR[at, :, chunk]
+        total_SR = state.total_KSR[at, :, columns]
         total_SR = total_SR if decay_1R is None else total_SR * decay_1R
-        state.total_KSR[at, :, chunk] = total_SR + _sublane_groups(weights_XR)
+        state.total_KSR[at, :, columns] = total_SR + _sublane_groups(weights_XR)
         return weights_XR.astype(plan.dtype), decay_1R
 
-    weighed = weigh(*items[0])
-    for n, (at, chunk) in enumerate(items):
-        weights_XR, decay_1R = weighed
-        if n + 1 < len(items):
-            weighed = weigh(*items[n + 1])
-        sum_HR = state.sum_KHR[at, :, chunk]
+    weighed = [weigh(*item) for item in items[:AHEAD]]
+    for n, (at, columns, part) in enumerate(items):
+        if n + AHEAD < len(items):
+            weighed.append(weigh(*items[n + AHEAD]))
+        weights_XR, decay_1R = weighed[n]
+        sum_HR = state.sum_KHR[at, :, columns]
         sum_HR = sum_HR if decay_1R is None else sum_HR * decay_1R
-        state.sum_KHR[at, :, chunk] = sum_HR + dot(plan, values[at], weights_XR, 0)
+        state.sum_KHR[at, :, columns] = sum_HR + dot(plan, values[at][:, part], weights_XR, 0)
+
+
+def _slices(size: int, step: int) -> list[slice]:
+    return [slice(at, min(at + step, size)) for at in range(0, size, step)]
 
 
 def _values(plan: Plan, kv_ref: Any, head: int, limits: tuple[Any, Any] | None) -> jax.Array:
@@ -156,6 +170,27 @@ def _values(plan: Plan, kv_ref: Any, head: int, limits: tuple[Any, Any] | None) 
         slot_XH = lax.broadcasted_iota(jnp.int32, v_XH.shape, 0)
         v_XH = jnp.where(slot_XH < limits[1], v_XH, jnp.zeros_like(v_XH))
     return v_XH.T
+
+
+def set_shifts(
+    plan: Plan, kv_ref: Any, q_ref: Any, factors: Callable[[int], Any], seen: Any, state: State
+) -> None:
+    """Sets the shifts to the largest logits of a tile's first keys, those that its queries see.
+
+    Args:
+        plan: sizes.
+        kv_ref: the rows of the first keys [X, C, 128].
+        q_ref: the tile's queries.
+        factors: of a head's logits, for powers of two.
+        seen: how many of the keys the tile's first query sees, at least 1.
+        state: scratch.
+    """
+    for head in range(plan.num_kv_heads):
+        k_XH, q_RH = load_head(plan, kv_ref, head, 0), load_queries(plan, q_ref, head)
+        logits_XR = dot(plan, k_XH, q_RH, 1) * factors(head)
+        key_XR = lax.broadcasted_iota(jnp.int32, logits_XR.shape, 0)
+        logits_XR = jnp.where(key_XR < seen + token_of(plan, q_RH.shape[0]), logits_XR, MASKED)
+        state.shift_K1R[head] = logits_XR.max(axis=0, keepdims=True)
 
 
 def token_of(plan: Plan, num_columns: int) -> jax.Array:
@@ -178,7 +213,6 @@ class _Phase:
     ) -> None:
         self.stream, self.plan, self.state = stream, stream.plan, state
         self.factors, self.value_scales = factors, value_scales
-        self.ahead = stream.num_bufs - 1
 
     def attempt(self, first: Any, careful_tile: Any) -> tuple[Any, Any]:
         """Visits tiles from `first` on until one overflows; `careful_tile` cannot.
@@ -189,7 +223,8 @@ class _Phase:
         stream, num_bufs = self.stream, self.stream.num_bufs
         window, far = [], stream.first_item(first)
         for slot in range(num_bufs - 1):
-            self._fetch(far, slot, f"prefill_first_page_{slot}")
+            self._fetch_queries(far)
+            stream.start_part(far, slot, f"prefill_first_page_{slot}")
             window.append(far)
             far = stream.following(far)
 
@@ -200,7 +235,7 @@ class _Phase:
         def step(carry: Any) -> Any:
             (now, *later), far, index, _ = carry
             with jax.named_scope("prefill_block"):
-                self._fetch(far, ring(index + num_bufs - 1, num_bufs), "prefill_page")
+                self._fetch(far, ring(index + num_bufs - 1, num_bufs))
                 self._take_in(now, ring(index, num_bufs), careful_tile)
                 last = now.left <= stream.block
                 overflowed = lax.cond(
@@ -215,14 +250,23 @@ class _Phase:
             stream.wait_part(item, ring(index + offset, num_bufs))
         return jnp.where(overflowed < 0, stream.tiles.num_tiles, overflowed), overflowed
 
-    def _fetch(self, item: Item, slot: Any, scope: str) -> None:
-        stream = self.stream
+    def _fetch(self, item: Item, slot: Any) -> None:
+        stream, full = self.stream, item.left >= self.stream.block
+        self._fetch_queries(item)
 
+        @pl.when(full)  # most are: without a loop around the copies they start faster
+        def _() -> None:
+            with jax.named_scope("prefill_full_pages"):
+                stream.start_full(item, slot)
+
+        @pl.when(jnp.logical_not(full))
+        def _() -> None:
+            stream.start_part(item, slot, "prefill_page")
+
+    def _fetch_queries(self, item: Item) -> None:
         @pl.when((item.block == 0) & (item.left > 0))
         def _() -> None:
-            stream.query_copy(item.tile).start()
-
-        stream.start_part(item, slot, scope)
+            self.stream.query_copy(item.tile).start()
 
     def _wait_queries(self, item: Item) -> None:
         @pl.when((item.block == 0) & (item.left > 0))
@@ -233,27 +277,37 @@ class _Phase:
         stream, plan, state = self.stream, self.plan, self.state
         self._wait_queries(item)
 
-        @pl.when(item.block == 0)
-        def _() -> None:
-            with jax.named_scope("prefill_start"):
-                for ref, value in zip(state, (MASKED, 0.0, 0.0), strict=True):
-                    ref[...] = jnp.full(ref.shape, value, jnp.float32)
-
         stream.wait_part(item, slot)
         kv_ref = stream.kv_bufs.at[slot]
         q_ref = stream.q_bufs.at[ring(item.tile, stream.num_bufs)]
         seen = item.left - stream.tiles.num_rows(item.tile) + 1  # by the tile's first token
-        plain = (item.block > 0) & (item.tile != careful_tile) & (seen >= stream.block)
 
-        @pl.when(plain)
+        @pl.when(item.block == 0)
+        def _() -> None:
+            with jax.named_scope("prefill_start"):
+                state.total_KSR[...] = jnp.zeros_like(state.total_KSR)
+                state.sum_KHR[...] = jnp.zeros_like(state.sum_KHR)
+                first_ref = kv_ref.at[pl.ds(0, FIRST_KEYS)]
+                set_shifts(plan, first_ref, q_ref, self.factors, seen, state)
+
+        quick = (item.tile != careful_tile) & (seen >= stream.block)
+
+        @pl.when(quick)
         def _() -> None:
             with jax.named_scope("prefill_quick"):
                 take_in(plan, kv_ref, q_ref, self.factors, None, state)
 
-        @pl.when(jnp.logical_not(plain))
+        @pl.when(jnp.logical_not(quick))
         def _() -> None:
-            with jax.named_scope("prefill_careful"):
-                take_in(plan, kv_ref, q_ref, self.factors, (seen, item.left), state)
+            size = math.gcd(KEYS, stream.block)
+
+            @pl.loop(0, ceil_quotient(jnp.minimum(item.left, stream.block), size))
+            def _(part: Any) -> None:
+                with jax.named_scope("prefill_careful"):
+                    start = pl.multiple_of(part * size, size)
+                    limits = (seen - start, item.left - start)
+                    part_ref = kv_ref.at[pl.ds(start, size)]
+                    take_in(plan, part_ref, q_ref, self.factors, limits, state)
 
     def _finish(self, tile: Any, careful_tile: Any) -> Any:
         """Writes a tile's results; returns the tile instead if it overflowed, else -1."""

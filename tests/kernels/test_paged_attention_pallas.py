@@ -23,7 +23,7 @@ from tests.kernels.test_paged_attention import (
 )
 from tpu_vl.kernels.chips import CHIPS
 from tpu_vl.kernels.interpret import Target
-from tpu_vl.kernels.paged_attention import api, blocks, pallas_tpu
+from tpu_vl.kernels.paged_attention import api, blocks, pallas_tpu, prefill
 from tpu_vl.kernels.paged_attention.cases import Case
 from tpu_vl.kernels.paged_attention.pages import Batch
 from tpu_vl.mesh import make_mesh
@@ -32,24 +32,29 @@ from tpu_vl.mesh import make_mesh
 BLOCKS = blocks.Blocks(decode_keys=128, prefill_keys=128, prefill_rows=128, num_bufs=3)
 
 
-@functools.partial(jax.jit, static_argnames=("mesh",))
-def attend_tpu(*inputs, mesh=None, scales=None):
+@functools.partial(jax.jit, static_argnames=("mesh", "sizes"))
+def attend_tpu(*inputs, mesh=None, scales=None, sizes=BLOCKS):
     return api.paged_attention(
         *inputs,
         scale=SCALE,
         implementation="pallas",
         mesh=mesh,
         kv_scales_2K=scales,
-        blocks=BLOCKS,
+        blocks=sizes,
     )
 
 
 def check(
-    case: Case, inputs: tuple[jax.Array, ...], *, mesh: Mesh | None = None, limit: float = 0
+    case: Case,
+    inputs: tuple[jax.Array, ...],
+    *,
+    mesh: Mesh | None = None,
+    limit: float = 0,
+    sizes: blocks.Blocks = BLOCKS,
 ) -> np.ndarray:
     """The kernel's results equal the reference's, its pages every bit of them."""
     scales = make_scales(case)
-    out, pages = attend_tpu(*inputs, mesh=mesh, scales=scales)
+    out, pages = attend_tpu(*inputs, mesh=mesh, scales=scales, sizes=sizes)
     expected, expected_pages = attend(*inputs, implementation="dense", scales=scales, mesh=mesh)
     assert out.dtype == case.dtype
     found, limit = np.asarray(out, np.float64), limit or TOLERANCE[case.dtype]
@@ -71,6 +76,21 @@ def test_every_case_equals_the_reference(name: str) -> None:
 def test_a_head_wider_than_the_lanes_equals_the_reference() -> None:
     case = replace(CASES["mixed"], width=160, num_heads=2, num_kv_heads=1)
     check(case, make_inputs(case, implementation="pallas"))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_blocks_of_several_products_equal_the_reference(dtype: str) -> None:
+    case = replace(
+        CASES["mixed"],
+        num_heads=8,
+        max_pages=80,
+        q_lens=(40, 1, 30, 20),
+        past_lens=(560, 5, 300, 230),
+        dtype=dtype,
+        cache_dtype=dtype,
+    )
+    large = replace(BLOCKS, prefill_keys=2 * prefill.KEYS, prefill_rows=2 * prefill.COLUMNS)
+    check(case, make_inputs(case, implementation="pallas"), sizes=large)
 
 
 LENGTHS = st.tuples(
@@ -100,6 +120,12 @@ def test_logits_far_above_those_of_the_first_block_are_weighed_again() -> None:
             pages = pages.at[table[seq, at // size], at % size, 0::2].multiply(50.0)
     # float32 holds a logit of 100 to within 1e-5, and so its exponential.
     check(case, (q, k, v, pages, table, starts, lens), limit=2e-4)
+
+
+def test_keys_that_a_query_does_not_see_give_it_no_shift() -> None:
+    case = replace(CASES["mixed"], q_lens=(40,), past_lens=(0,))
+    q, k, *others = make_inputs(case, implementation="pallas")
+    check(case, (q, k.at[8:32].multiply(50.0), *others), limit=2e-4)
 
 
 def test_a_sequence_that_is_not_a_number_leaves_the_others_alone() -> None:
