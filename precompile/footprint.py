@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 
 from tpu_vl.config import EngineConfig
 from tpu_vl.engine.state import abstract_state
+from tpu_vl.kernels.checks import round_up
 from tpu_vl.mesh import model_size, platform
 from tpu_vl.models.family import Backend, Family, placed_params
 from tpu_vl.precompile.program_sizes import ModelShape, ProgramSize, program_sizes
@@ -83,20 +84,16 @@ def device_bytes(shape: Sequence[int], dtype: Any, platform_name: str = "tpu") -
         return -(-shape[0] // tile) * tile * size
     total = math.prod(shape)
     return min(
-        total // (lanes * rows) * _up(lanes, _LANES) * _rows(rows, packed) * size
+        total // (lanes * rows) * round_up(lanes, _LANES) * _rows(rows, packed) * size
         for i, lanes in enumerate(shape)
         for j, rows in enumerate(shape)
         if i != j
     )
 
 
-def _up(size: int, multiple: int) -> int:
-    return -(-size // multiple) * multiple
-
-
 def _rows(rows: int, packed: int) -> int:
     if rows >= _SUBLANES:
-        return _up(rows, _SUBLANES)
+        return round_up(rows, _SUBLANES)
     return max(1 << (rows - 1).bit_length(), packed)
 
 

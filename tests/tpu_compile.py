@@ -5,14 +5,12 @@ process that runs the tests; the script makes its mesh with `tpu_topology_mesh`.
 """
 
 import importlib.util
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import jax
 from jax.sharding import Mesh
 
+from bench import tpu_compiler
 from tpu_vl.mesh import make_mesh
 from tpu_vl.precompile.targets import describe_devices, parse_target
 
@@ -41,17 +39,6 @@ def run_script(script: str, *args: str, timeout_s: float = 240) -> str:
     """Runs Python source in a process of its own, for `tpu_topology_mesh`; returns its output.
 
     Raises:
-        AssertionError: the script failed; the message carries what it wrote.
+        RuntimeError: the script failed; the message carries what it wrote.
     """
-    settings = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "-c", script, *args],
-        env=os.environ | settings,
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-        check=False,
-    )
-    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
-    return done.stdout
+    return tpu_compiler.run(script, *args, timeout_s=timeout_s)

@@ -16,6 +16,7 @@ import jax
 
 from tpu_vl import tree
 from tpu_vl.errors import ConfigError
+from tpu_vl.kernels.checks import round_up
 from tpu_vl.models import tensor_parallel
 from tpu_vl.models.family import TensorMap
 from tpu_vl.models.hf_config import Section
@@ -228,11 +229,11 @@ def vision_dims(cfg: VisionConfig) -> dict[str, int]:
         "D": cfg.width,
         "N": cfg.num_heads,
         "H": cfg.head_dim,
-        "F": tensor_parallel.round_up(cfg.mlp_width, cfg.num_shards),
+        "F": round_up(cfg.mlp_width, cfg.num_shards),
         "Y": cfg.depth,
         "C": cfg.position_side**2,
         "G": cell_width,
-        "U": tensor_parallel.round_up(cell_width, cfg.num_shards),
+        "U": round_up(cell_width, cfg.num_shards),
         "O": cfg.out_width,
     }
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tpu_vl.errors import ConfigError
+from tpu_vl.kernels.checks import round_up
 from tpu_vl.mesh import MODEL
 from tpu_vl.models import qwen3_vision_config, tensor_parallel
 from tpu_vl.models.hf_config import Section
@@ -193,8 +194,8 @@ def text_dims(text: TextConfig) -> dict[str, int]:
         "N": text.num_heads,
         "K": tensor_parallel.held_kv_heads(text.num_kv_heads, shards),
         "H": text.head_dim,
-        "F": tensor_parallel.round_up(text.mlp_width, shards),
-        "V": tensor_parallel.round_up(text.vocab_size, shards),
+        "F": round_up(text.mlp_width, shards),
+        "V": round_up(text.vocab_size, shards),
     }
 
 

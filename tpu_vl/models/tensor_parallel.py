@@ -14,11 +14,6 @@ from tpu_vl.errors import ConfigError
 from tpu_vl.models.family import TensorMap
 
 
-def round_up(size: int, multiple: int) -> int:
-    """The least multiple that is not below `size`."""
-    return -(-size // multiple) * multiple
-
-
 def check_heads(num_heads: int, num_kv_heads: int, num_shards: int) -> None:
     """Checks that the query heads of a language model divide over the devices.
 
