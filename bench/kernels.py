@@ -99,16 +99,12 @@ def subjects(
 def rows(asked: Sequence[Subject], chip: Chip) -> list[Row]:
     """Compiles every candidate once and estimates it."""
     candidates = [c for s in asked for c in (s.ours, *s.rivals, *s.floor)]
-    different = {json.dumps([c.program.build, c.program.sizes]): c.program for c in candidates}
-    profiles = dict(
-        zip(different, programs.profile_each(list(different.values()), chip.name), strict=True)
-    )
+    profiles = iter(programs.profile_each([c.program for c in candidates], chip.name))
 
     def estimates(group: Sequence[Candidate], failures: dict[str, str]) -> list[Estimate]:
         found = []
         for candidate in group:
-            program = candidate.program
-            profile = profiles[json.dumps([program.build, program.sizes])]
+            profile = next(profiles)
             if isinstance(profile, str):
                 failures[candidate.name] = profile
             else:
@@ -169,7 +165,9 @@ def main() -> int:
     """Prints the table, the JSON or the marks; exit code 1 where a mark is missed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--target", choices=sorted(CHIPS), default="v6e")
-    parser.add_argument("--case", default="", help="only cases whose name holds this")
+    parser.add_argument(
+        "--case", nargs="*", default=[""], help="only cases whose name holds one of these"
+    )
     parser.add_argument("--json", action="store_true", help="a list of objects, not a table")
     parser.add_argument("--save", action="store_true", help="also write bench/results/TARGET.json")
     parser.add_argument("--marks", action="store_true", help="the marks, all of v6e, instead")
@@ -183,7 +181,8 @@ def main() -> int:
         results = marks.evaluate({row.subject.case: row for row in found})
         print(marks.table(results))
         return 0 if all(r.holds for r in results) else 1
-    found = rows(subjects(chip, lambda n: flags.case in n, lambda _: False), chip)
+    asked = subjects(chip, lambda n: any(x in n for x in flags.case), lambda _: False)
+    found = rows(asked, chip)
     if flags.save:
         save(found, chip, RESULTS / f"{chip.name}.json")
     if flags.json:

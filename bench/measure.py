@@ -32,6 +32,7 @@ class Candidate:
         copies_in_flight: how many of them at a time.
         grid_steps: of the case, where the program is compiled for a smaller grid: the schedule of a
             step is the same, and one compile serves many cases. None: it is compiled as it is.
+        after: what the same program does when this has ended, none of it hidden.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Candidate:
     num_copies: int = 0
     copies_in_flight: int = 1
     grid_steps: int | None = None
+    after: "Candidate | None" = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +82,7 @@ def estimate(candidate: Candidate, profile: Profile, chip: Chip) -> Estimate:
         candidate.num_copies * DMA_LATENCY_S / candidate.copies_in_flight,
     )
     first_s = DMA_LATENCY_S if candidate.num_copies else 0.0
-    return Estimate(
+    found = Estimate(
         name=candidate.name,
         cycles=cycles,
         compute_s=compute_s,
@@ -90,6 +92,24 @@ def estimate(candidate: Candidate, profile: Profile, chip: Chip) -> Estimate:
         valu_share=kernel.slot_share(counts, "valu", steps),
         spill_share=kernel.slot_share(counts, "spill", steps),
         around_cycles=profile.around_cycles,
+    )
+    if candidate.after is None:
+        return found
+    return one_after_another(found, estimate(candidate.after, profile, chip))
+
+
+def one_after_another(first: Estimate, second: Estimate) -> Estimate:
+    """Two phases of one program: times add up, shares are of the cycles of both."""
+    cycles = first.cycles + second.cycles
+    sums = ("cycles", "compute_s", "memory_s", "seconds")
+    means = ("mxu_share", "valu_share", "spill_share")
+    return replace(
+        first,
+        **{name: getattr(first, name) + getattr(second, name) for name in sums},
+        **{
+            name: sum(getattr(e, name) * e.cycles for e in (first, second)) / cycles
+            for name in means
+        },
     )
 
 
@@ -141,7 +161,7 @@ def vision_subject(name: str, whole: VisionCase, chip: Chip, *, floor: bool) -> 
     return Subject(
         op="vision_attention",
         case=name,
-        ours=vision_candidate(case, blocks, chip),
+        ours=vision_candidate(case, blocks, own.vision_counts(case, blocks)),
         rivals=(*_splash(case, size), *_flash(case, size)),
         floor=tuple(_matmuls(case)) if floor else (),
         flops=4.0 * case.num_heads * case.width * sum(n * n for n in case.segments),
@@ -150,12 +170,14 @@ def vision_subject(name: str, whole: VisionCase, chip: Chip, *, floor: bool) -> 
     )
 
 
-def vision_candidate(case: VisionCase, blocks: vision_blocks.Blocks, chip: Chip) -> Candidate:
-    """Our tower attention in some blocks; the case is one device's."""
+def vision_candidate(
+    case: VisionCase, blocks: vision_blocks.Blocks, counts: Mapping[str, int]
+) -> Candidate:
+    """Our tower attention in some blocks, with its visits; the case is one device's."""
     return Candidate(
         name="tpu_vl",
         program=own.vision_program(case, blocks),
-        counts=own.vision_counts(case, blocks, chip),
+        counts=counts,
         hbm_bytes=own.vision_bytes(case, blocks),
     )
 
@@ -270,7 +292,7 @@ def paged_subject(name: str, whole: PagedCase, chip: Chip) -> Subject:
     return Subject(
         op="paged_attention",
         case=name,
-        ours=paged_candidate(case, blocks, chip),
+        ours=paged_candidate(case, blocks),
         rivals=() if own.is_quantised(case.cache_dtype) else tuple(_ragged(case)),
         floor=(),
         flops=4.0 * case.num_heads * case.width * seen,
@@ -279,14 +301,33 @@ def paged_subject(name: str, whole: PagedCase, chip: Chip) -> Subject:
     )
 
 
-def paged_candidate(case: PagedCase, blocks: paged_blocks.Blocks, chip: Chip) -> Candidate:
-    """Our paged attention in some blocks; the case is one device's."""
+def paged_candidate(case: PagedCase, blocks: paged_blocks.Blocks) -> Candidate:
+    """Our paged attention in some blocks; the case is one device's.
+
+    A mixed batch decodes first: nothing of one phase hides behind the other.
+    """
+    found = [
+        _paged_phase(case, part, blocks)
+        for part in (
+            [(q, past) for q, past in zip(case.q_lens, case.past_lens, strict=True) if q == 1],
+            [(q, past) for q, past in zip(case.q_lens, case.past_lens, strict=True) if q > 1],
+        )
+        if part
+    ]
+    return found[0] if len(found) == 1 else replace(found[0], after=found[1])
+
+
+def _paged_phase(
+    whole: PagedCase, lens: Sequence[tuple[int, int]], blocks: paged_blocks.Blocks
+) -> Candidate:
+    q_lens, past_lens = zip(*lens, strict=True)
+    case = replace(whole, q_lens=q_lens, past_lens=past_lens)
     fetched = own.fetched_pages(case, blocks)
-    keys = blocks.decode_keys if max(case.q_lens) == 1 else blocks.prefill_keys
+    keys = blocks.decode_keys if max(q_lens) == 1 else blocks.prefill_keys
     return Candidate(
         name="tpu_vl",
-        program=own.paged_program(case, blocks),
-        counts=own.paged_counts(case, blocks, chip),
+        program=own.paged_program(whole, blocks),
+        counts=own.paged_counts(case, blocks),
         hbm_bytes=fetched * own.page_bytes(case) + own.query_bytes(case),
         num_copies=fetched,
         copies_in_flight=(blocks.num_bufs - 1) * max(1, keys // case.page_size),

@@ -2,25 +2,24 @@
 
 import functools
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental.pallas import tpu as pltpu
 
-from bench import visits
+from bench import tower_visits, visits
 from bench.programs import Call, Program
 from tpu_vl.kernels.checks import NUM_LANES, round_up
-from tpu_vl.kernels.chips import Chip
+from tpu_vl.kernels.chips import CHIPS, Chip
 from tpu_vl.kernels.interpret import Target
 from tpu_vl.kernels.paged_attention import blocks as paged_blocks
 from tpu_vl.kernels.paged_attention import pages
 from tpu_vl.kernels.paged_attention import pallas_tpu as paged_kernel
 from tpu_vl.kernels.paged_attention.cases import Case as PagedCase
 from tpu_vl.kernels.paged_attention.plan import padded_group
-from tpu_vl.kernels.paged_attention.tiles import make_tiles
 from tpu_vl.kernels.vision_attention import blocks as vision_blocks
 from tpu_vl.kernels.vision_attention import pallas_tpu as vision_kernel
 from tpu_vl.kernels.vision_attention.cases import Case as VisionCase
@@ -28,6 +27,7 @@ from tpu_vl.kernels.vision_attention.ranges import key_ranges
 
 S = jax.ShapeDtypeStruct
 CACHE_BYTES = 512 << 20  # several times any chip's VMEM
+COUNTED = Target(CHIPS["v6e"], True)  # visits are counted in the plain interpreter, for any chip
 
 
 def vision_program(case: VisionCase, blocks: vision_blocks.Blocks) -> Program:
@@ -54,42 +54,73 @@ def vision_call(
     return Call(run, (qkv, qkv, qkv, S((2, num_rows), jnp.int32), S((), jnp.int32)))
 
 
-def vision_bounds(case: VisionCase) -> np.ndarray:
-    """`bounds_2P` of a case; zeros for padding."""
-    ends = np.cumsum(case.segments, dtype=np.int32)
-    starts = ends - np.asarray(case.segments, np.int32)
-    bounds_2P = np.zeros((2, case.num_rows), np.int32)
-    bounds_2P[:, : sum(case.segments)] = np.repeat(np.stack([starts, ends]), case.segments, axis=1)
-    return bounds_2P
+def vision_step(case: VisionCase, blocks: vision_blocks.Blocks) -> Program:
+    """The kernel alone, in a small grid of the same steps: one program serves many cases."""
+    longest = max(blocks.queries, blocks.keys)
+    chunks = 1 if blocks.chunk >= vision_blocks.padded_rows(case.num_rows, blocks) else 2
+    sizes = {
+        "num_rows": 2 * longest,
+        "num_heads": 2 * blocks.heads,
+        "width": case.width,
+        "dtype": case.dtype,
+    }
+    small = replace(blocks, chunk=2 * longest // chunks)
+    return Program("own.vision_step_call", sizes | {"blocks": asdict(small)})
 
 
-def vision_counts(case: VisionCase, blocks: vision_blocks.Blocks, chip: Chip) -> Counter[str]:
+def vision_step_call(
+    chip: Chip, num_rows: int, num_heads: int, width: int, dtype: str, blocks: dict[str, int]
+) -> Call:
+    """What `vision_step` compiles: operands as the kernel takes them."""
+    target, sizes = Target(chip, False), vision_blocks.Blocks(**blocks)
+    lanes, rows = round_up(width, NUM_LANES), vision_blocks.value_rows(width, dtype)
+    bounds = S((2, num_rows), jnp.int32)
+    run = functools.partial(
+        vision_kernel.call, width=width, factor=1.0, target=target, blocks=sizes
+    )
+    shapes = (
+        jax.eval_shape(functools.partial(key_ranges, blocks=sizes), bounds),
+        S((num_heads, num_rows, lanes), dtype),
+        S((num_heads, num_rows, lanes), dtype),
+        S((num_heads, rows, num_rows), dtype),
+        S((num_heads, 1, num_rows), jnp.float32),
+        bounds,
+    )
+    return Call(run, shapes)
+
+
+def vision_steps(case: VisionCase, blocks: vision_blocks.Blocks) -> int:
+    """Steps of the grid of a case."""
+    padded = vision_blocks.padded_rows(case.num_rows, blocks)
+    return case.num_heads // blocks.heads * (padded // blocks.queries) * -(-padded // blocks.chunk)
+
+
+def vision_counts(case: VisionCase, blocks: vision_blocks.Blocks) -> Counter[str]:
     """Visits of one call, from one group of one head: groups of heads repeat each other."""
     groups = case.num_heads // blocks.heads
-    single = replace(case, num_heads=1, dtype="float32", tp=1)
-    found = _vision_visits(single, replace(blocks, heads=1), chip)
+    found = _vision_visits(case.num_rows, case.segments, replace(blocks, heads=1))
     return Counter({name: n * groups for name, n in found.items()})
 
 
 @functools.cache
-def _vision_visits(case: VisionCase, blocks: vision_blocks.Blocks, chip: Chip) -> Counter[str]:
-    shape = (case.num_rows, case.num_heads, case.width)
-    q = k = v = jnp.zeros(shape, case.dtype)
-    target = Target(chip, True)  # no copies of its own: the plain interpreter does, and is fast
+def _vision_visits(
+    num_rows: int, segments: tuple[int, ...], blocks: vision_blocks.Blocks
+) -> Counter[str]:
+    return _vision_counter(num_rows, blocks)(
+        tower_visits.bounds(segments, num_rows), np.int32(sum(segments))
+    )
 
-    def run() -> jax.Array:
+
+@functools.cache
+def _vision_counter(num_rows: int, blocks: vision_blocks.Blocks) -> Callable[..., Counter[str]]:
+    qkv = jnp.zeros((num_rows, 1, 8), jnp.float32)
+
+    def run(bounds_2P: jax.Array, num_patches: jax.Array) -> jax.Array:
         return vision_kernel.packed(
-            q,
-            k,
-            v,
-            jnp.asarray(vision_bounds(case)),
-            jnp.int32(sum(case.segments)),
-            scale=case.width**-0.5,
-            target=target,
-            blocks=blocks,
+            qkv, qkv, qkv, bounds_2P, num_patches, scale=1.0, target=COUNTED, blocks=blocks
         )
 
-    return visits.count(run, products=False)
+    return visits.control_flow(run, S((2, num_rows), jnp.int32), S((), jnp.int32))
 
 
 def vision_bytes(case: VisionCase, blocks: vision_blocks.Blocks) -> int:
@@ -97,14 +128,8 @@ def vision_bytes(case: VisionCase, blocks: vision_blocks.Blocks) -> int:
     size = jnp.dtype(case.dtype).itemsize
     lanes = round_up(case.width, NUM_LANES)
     rows = vision_blocks.value_rows(case.width, case.dtype)
-    padded = vision_blocks.padded_rows(case.num_rows, blocks)
-    bounds_2P = np.pad(vision_bounds(case), ((0, 0), (0, padded - case.num_rows)))
-    ranges = key_ranges(jnp.asarray(bounds_2P), blocks)
-    first_I, last_I = np.asarray(ranges.chunk_first_I), np.asarray(ranges.chunk_last_I)
-    steps = np.arange(-(-padded // blocks.chunk))
-    visited = np.minimum(first_I[:, None] + steps, last_I[:, None]).reshape(-1)
-    fetches = 1 + int((visited[1:] != visited[:-1]).sum())  # the pipeline keeps an equal block
-    once = padded * (lanes + case.width) * size + padded * 4
+    once = vision_blocks.padded_rows(case.num_rows, blocks) * ((lanes + case.width) * size + 4)
+    fetches = tower_visits.fetched_chunks(case, blocks)
     return case.num_heads * (once + fetches * blocks.chunk * (lanes + rows) * size)
 
 
@@ -113,14 +138,16 @@ def paged_program(case: PagedCase, blocks: paged_blocks.Blocks) -> Program:
     return Program("own.paged_call", paged_sizes(case) | {"blocks": asdict(blocks)})
 
 
-def paged_sizes(case: PagedCase) -> dict[str, Any]:
+def paged_sizes(case: PagedCase, num_pages: int | None = None) -> dict[str, Any]:
     """The sizes of a case, as `paged_shapes` takes them, in a cache as large as a real one is.
 
     XLA would place a small one in VMEM, and the kernel's copies would become loops there.
     """
+    if num_pages is None:
+        num_pages = max(num_live_pages(case), CACHE_BYTES // page_bytes(case))
     names = ("num_tokens", "num_seqs", "num_heads", "num_kv_heads", "width", "page_size")
     sizes = {name: getattr(case, name) for name in (*names, "max_pages", "dtype", "cache_dtype")}
-    return sizes | {"num_pages": max(num_live_pages(case), CACHE_BYTES // page_bytes(case))}
+    return sizes | {"num_pages": num_pages}
 
 
 def num_live_pages(case: PagedCase) -> int:
@@ -135,7 +162,7 @@ def kv_lens(case: PagedCase) -> list[int]:
 
 def paged_call(chip: Chip, *, blocks: dict[str, int], **sizes: Any) -> Call:
     """What `paged_program` compiles; it writes the new tokens' K and V too."""
-    run = _paged_run(sizes["width"], Target(chip, False), paged_blocks.Blocks(**blocks))
+    run = paged_run(sizes["width"], Target(chip, False), paged_blocks.Blocks(**blocks))
     return Call(run, paged_shapes(**sizes), (3,))
 
 
@@ -173,7 +200,9 @@ def is_quantised(cache_dtype: str) -> bool:
     return cache_dtype not in ("float32", "bfloat16")
 
 
-def _paged_run(width: int, target: Target, blocks: paged_blocks.Blocks) -> Any:
+def paged_run(width: int, target: Target, blocks: paged_blocks.Blocks) -> Callable[..., Any]:
+    """The call as a function of arrays as `paged_shapes` gives them."""
+
     def run(q: Any, k: Any, v: Any, cache: Any, scales: Any, *addresses: Any) -> Any:
         return paged_kernel.ragged(
             q,
@@ -190,21 +219,48 @@ def _paged_run(width: int, target: Target, blocks: paged_blocks.Blocks) -> Any:
     return run
 
 
-def paged_counts(case: PagedCase, blocks: paged_blocks.Blocks, chip: Chip) -> Counter[str]:
-    """Visits of one call, with one K/V head: the number of heads does not change them."""
-    group = case.num_heads // case.num_kv_heads
+def paged_counts(case: PagedCase, blocks: paged_blocks.Blocks) -> Counter[str]:
+    """Visits of one call; they depend on lengths, pages, key blocks and the tokens of a tile."""
+    tile = tile_tokens(case, blocks)
+    group = max(1, paged_blocks.LEAST_ROWS // tile)
     single = replace(
-        case, num_kv_heads=1, num_heads=group, width=NUM_LANES, cache_dtype=case.dtype, tp=1
+        case,
+        num_tokens=max(case.num_tokens, paged_blocks.LEAST_ROWS, tile),
+        num_heads=group,
+        num_kv_heads=1,
+        width=8,
+        dtype="float32",
+        cache_dtype="float32",
+        tp=1,
     )
-    return _paged_visits(single, blocks, chip)
+    return _paged_visits(single, replace(blocks, prefill_rows=tile * group))
 
 
 @functools.cache
-def _paged_visits(case: PagedCase, blocks: paged_blocks.Blocks, chip: Chip) -> Counter[str]:
-    sizes: dict[str, Any] = paged_sizes(case) | {"num_pages": num_live_pages(case)}
-    q, k, v, cache = (jnp.zeros(s.shape, s.dtype) for s in paged_shapes(**sizes)[:4])
-    run = _paged_run(case.width, Target(chip, pltpu.InterpretParams()), blocks)
-    return visits.count(lambda: run(q, k, v, cache, None, *addresses(case)), products=False)
+def _paged_visits(case: PagedCase, blocks: paged_blocks.Blocks) -> Counter[str]:
+    # Nothing is read of queries, keys, values and pages.
+    shapes = paged_shapes(**paged_sizes(case, num_pages=1))
+    counted = _paged_counter(shapes, blocks)
+    return counted(*addresses(case))
+
+
+@functools.cache
+def _paged_counter(
+    shapes: tuple[Any, ...], blocks: paged_blocks.Blocks
+) -> Callable[..., Counter[str]]:
+    q, k, v, cache = (jnp.zeros(s.shape, s.dtype) for s in shapes[:4])
+    run = functools.partial(paged_run(q.shape[-1], COUNTED, blocks), q, k, v, cache, None)
+    return visits.control_flow(run, *shapes[5:])
+
+
+def query_group(case: PagedCase) -> int:
+    """Query heads per K/V head, as the kernel pads them."""
+    return padded_group(case.num_heads // case.num_kv_heads, jnp.dtype(case.dtype))
+
+
+def tile_tokens(case: PagedCase, blocks: paged_blocks.Blocks) -> int:
+    """New tokens of a prefill tile."""
+    return blocks.prefill_rows // query_group(case)
 
 
 def addresses(case: PagedCase) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -256,16 +312,8 @@ def paged_blocks_of(
 
 def fetched_pages(case: PagedCase, blocks: paged_blocks.Blocks) -> int:
     """Pages that the kernel copies to VMEM: of each tile those up to its causal limit."""
-    table_BM, starts_B, lens_B = addresses(case)
-    batch = pages.Batch(table_BM, starts_B, lens_B)
-    single_B = batch.q_lens_B == 1
-    group = padded_group(case.num_heads // case.num_kv_heads, jnp.dtype(case.dtype))
-    total = 0
-    for tile, lens in (
-        (1, jnp.where(single_B, 1, 0)),
-        (blocks.prefill_rows // group, jnp.where(single_B, 0, batch.q_lens_B)),
-    ):
-        tiles = make_tiles(batch, lens, tile, case.num_tokens // tile + case.num_seqs)
-        limits = np.asarray(tiles.limit_I)[: int(tiles.num_live)]
-        total += int((-(-limits // case.page_size)).sum())
+    tile, size, total = tile_tokens(case, blocks), case.page_size, 0
+    for new, past in zip(case.q_lens, case.past_lens, strict=True):
+        step = 1 if new == 1 else tile
+        total += sum(-(-(past + end) // size) for end in (*range(step, new, step), new))
     return total

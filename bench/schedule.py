@@ -19,6 +19,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 from bench import tpu_compiler
 from tpu_vl.kernels.chips import CHIPS, Chip
@@ -34,6 +35,7 @@ _BRANCH = re.compile(r"= sbr\.rel (?:\((!?%p\w+)\) )?target bundleno = (\d+)")
 _SCOPE = re.compile(r"TraceMeStart\((\w+)\)")
 _MATMUL = re.compile(r"= vmatmul\.\S*?(f32|bf16|s8|u8|f8\w*|s4|u4)\b")
 _CUSTOM_CALL = re.compile(r"exit bundle: %\S+ = custom-call\(")
+_COUNTERS = ("slots", "slot_bundles")
 SCOPES_FLAG = "--xla_enable_custom_call_region_trace=true"
 
 
@@ -379,18 +381,44 @@ def _mxu_cycles(dtype: str, chip: Chip, capacity: Mapping[str, int]) -> float:
 def with_labels(kernel: KernelProfile, named: KernelProfile) -> KernelProfile:
     """The kernel with the labels of the same kernel compiled with its named scopes kept.
 
+    Trips that only one of the two compiles shows as constants are taken from it.
+
     Raises:
         ValueError: the two have other regions; named scopes changed the program.
     """
-    shape, other = ([(r.kind, r.depth, r.trips) for r in k.regions] for k in (kernel, named))
-    if shape != other:
+    shape, other = ([(r.kind, r.depth) for r in k.regions] for k in (kernel, named))
+    both = zip(kernel.regions, named.regions, strict=False)
+    if shape != other or any(len({x.trips, y.trips} - {None}) > 1 for x, y in both):
         raise ValueError(
             f"{kernel.name}: {len(shape)} regions, but {len(other)} with named scopes kept:\n"
             f"{kernel.table()}\n{named.table()}"
         )
     for region, source in zip(kernel.regions, named.regions, strict=True):
         region.labels = source.labels
+        region.trips = region.trips if region.trips is not None else source.trips
     return kernel
+
+
+def to_json(kernel: KernelProfile) -> dict[str, Any]:
+    """A profile as JSON values, for `from_json`."""
+    regions = [
+        vars(region) | {name: dict(getattr(region, name)) for name in _COUNTERS}
+        for region in kernel.regions
+    ]
+    return vars(kernel) | {"chip": kernel.chip.name, "regions": regions}
+
+
+def from_json(words: dict[str, Any]) -> KernelProfile:
+    """The profile that `to_json` wrote."""
+    regions = (
+        Region(
+            **region
+            | {"labels": tuple(region["labels"])}
+            | {name: Counter(region[name]) for name in _COUNTERS}
+        )
+        for region in words["regions"]
+    )
+    return KernelProfile(**words | {"chip": CHIPS[words["chip"]], "regions": tuple(regions)})
 
 
 def main() -> None:

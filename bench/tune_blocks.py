@@ -1,111 +1,239 @@
 """Writes a table of block sizes from the model: `python -m bench.tune_blocks --op OP`.
 
-For every real case it estimates some block sizes around the formula's (`bench.measure`); a case for
-which the formula is more than GAIN off the best gets an entry in kernels/<op>/tuned.py. What is not
-in the table takes the formula.
+A shape begins with the formula's block sizes and goes on, round by round, to those beside the best
+so far: half and twice of each size. A program has one shape and many batches, so sizes are judged
+by the sum of the times of all cases of the shape. What is not at least GAIN better than the formula
+is not in the table.
 """
 
 import argparse
 import itertools
 import json
-import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, astuple, dataclass, replace
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import astuple, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from bench import measure, own, programs
+from bench import measure, own, programs, tower_visits
 from bench.measure import Candidate
+from tpu_vl.kernels.checks import round_up
 from tpu_vl.kernels.chips import CHIPS, Chip
 from tpu_vl.kernels.paged_attention import blocks as paged_blocks
 from tpu_vl.kernels.paged_attention import cases as paged_cases
+from tpu_vl.kernels.paged_attention.cases import Case as PagedCase
 from tpu_vl.kernels.vision_attention import blocks as vision_blocks
 from tpu_vl.kernels.vision_attention import cases as vision_cases
+from tpu_vl.kernels.vision_attention.cases import Case as VisionCase
 
 KERNELS = Path(__file__).resolve().parents[1] / "kernels"
 GAIN = 0.02  # a table entry is worth at least this much time
+ROUNDS = 2
 MAX_LINES = 200
 CHIP_NAMES = ("v5e", "v6e", "tpu7x")
+# int8 for TPU v5 and v6, e4m3fn for 7x: what each multiplies.
+FOREIGN_CACHE = {"v5e": "float8_e4m3fn", "v6e": "float8_e4m3fn", "tpu7x": "int8"}
+Key = tuple[str | int, ...]
 
 
-@dataclass(frozen=True)
-class Choice:
-    """Block sizes of one shape.
+@dataclass(kw_only=True)
+class Part:
+    """Fields of Blocks that decide the times of some cases.
 
     Args:
-        case: its name.
-        key: the shape, as the table's key; cases may share it.
-        blocks: a Blocks of the op.
-        formula: what the formula gives.
-        fields: of Blocks, those that the case decides.
-        candidate: the case in those blocks.
+        fields: their names.
+        cases: of one device.
+        seconds: by the values of the fields, the times of the cases; none: it does not compile.
     """
 
-    case: str
-    key: tuple[Any, ...]
-    blocks: Any
-    formula: Any
     fields: tuple[str, ...]
-    candidate: Candidate
+    cases: list[Any]
+    seconds: dict[tuple[int, ...], list[float]] = field(default_factory=dict)
+
+    def values(self, blocks: Any) -> tuple[int, ...]:
+        """The fields' values."""
+        return tuple(getattr(blocks, name) for name in self.fields)
+
+    def gain(self, values: tuple[int, ...], formula: tuple[int, ...]) -> float:
+        """How much less time the cases take than by the formula; none if they do not compile."""
+        seconds, formula_s = sum(self.seconds[values]), sum(self.seconds[formula])
+        return 1 - seconds / formula_s if seconds and formula_s else 0.0
+
+    def best(self, formula: tuple[int, ...]) -> tuple[int, ...]:
+        """The values with the largest gain."""
+        return max(self.seconds, key=lambda values: (self.gain(values, formula), values == formula))
 
 
-def vision_choices(name: str, chip: Chip) -> Iterator[Choice]:
-    """Block sizes around the formula's that fit in VMEM."""
-    case = measure.one_device(vision_cases.REAL[name])
-    shape = (case.num_rows, case.num_heads, case.width, case.dtype)
-    formula = vision_blocks.formula(*shape, chip)
-    sizes = [n for n in (256, 512, 1024) if n <= formula.chunk]
-    tried = {formula: None}
-    for queries, keys, heads in itertools.product(sizes, sizes, (2, 4, 8)):
-        blocks = replace(formula, queries=queries, keys=keys, heads=heads)
-        fits = vision_blocks.vmem_bytes(blocks, case.num_rows, case.width, case.dtype)
-        if case.num_heads % heads == 0 and fits <= vision_blocks.vmem_limit_bytes(chip):
-            tried[blocks] = None
-    for blocks in tried:
-        candidate = measure.vision_candidate(case, blocks, chip)
-        fields = tuple(asdict(blocks))
-        yield Choice(name, (chip.name, *shape), blocks, formula, fields, candidate)
+@dataclass(kw_only=True)
+class Shape:
+    """A key of the table.
+
+    Args:
+        key: as `pick_blocks` looks it up.
+        formula: what it takes else.
+        parts: what is tuned on its own.
+    """
+
+    key: Key
+    formula: Any
+    parts: list[Part]
+
+    def best(self) -> Any:
+        """The best blocks so far."""
+        changes: dict[str, int] = {}
+        for part in self.parts:
+            found = part.best(part.values(self.formula)) if part.seconds else None
+            changes |= zip(part.fields, found or part.values(self.formula), strict=True)
+        return replace(self.formula, **changes)
+
+    def entry(self) -> Any | None:
+        """The blocks that the table gets; None where the formula is as good."""
+        changes: dict[str, int] = {}
+        for part in self.parts:
+            formula = part.values(self.formula)
+            if part.seconds and part.gain(found := part.best(formula), formula) >= GAIN:
+                changes |= zip(part.fields, found, strict=True)
+        return replace(self.formula, **changes) if changes else None
 
 
-def paged_choices(name: str, chip: Chip) -> Iterator[Choice]:
-    """Block sizes around the formula's; what does not fit in VMEM does not compile."""
-    case = measure.one_device(paged_cases.REAL[name])
-    shape = (case.num_heads, case.num_kv_heads, case.width, case.page_size, case.cache_dtype)
-    by_formula = paged_blocks.formula(case.num_kv_heads, case.width, case.cache_dtype)
-    formula = own.paged_blocks_of(case, chip, by_formula)
-    tried = {formula: None}
-    if max(case.q_lens) == 1:
-        fields = ("decode_keys",)
-        tried |= {replace(formula, decode_keys=keys): None for keys in (256, 512, 1024)}
-    else:
-        fields = ("prefill_keys", "prefill_rows")
-        for keys, rows in itertools.product((256, 512, 1024), repeat=2):
-            tried[replace(formula, prefill_keys=keys, prefill_rows=rows)] = None
-    fitted = dict.fromkeys(own.paged_blocks_of(case, chip, blocks) for blocks in tried)
-    for blocks in fitted:
-        candidate = measure.paged_candidate(case, blocks, chip)
-        yield Choice(name, (chip.name, *shape), blocks, formula, fields, candidate)
+def neighbours(blocks: Any, names: Iterable[str]) -> Iterator[Any]:
+    """Blocks of which one field is twice or half as large."""
+    for name in names:
+        value = getattr(blocks, name)
+        yield replace(blocks, **{name: 2 * value})
+        if value % 2 == 0:
+            yield replace(blocks, **{name: value // 2})
 
 
-def best_blocks(choices: Sequence[Choice], chip: Chip) -> dict[tuple[Any, ...], Any]:
-    """Per key the blocks that beat the formula's by GAIN in some case; each sets its own fields."""
-    profiles = programs.profile_each([c.candidate.program for c in choices], chip.name)
-    by_case: dict[str, list[tuple[float, Choice]]] = {}
-    for choice, profile in zip(choices, profiles, strict=True):
-        if not isinstance(profile, str):
-            seconds = measure.estimate(choice.candidate, profile, chip).seconds
-            by_case.setdefault(choice.case, []).append((seconds, choice))
-    found: dict[tuple[Any, ...], Any] = {}
-    for tried in by_case.values():
-        best_s, best = min(tried, key=lambda item: item[0])
-        formula_s = min((s for s, c in tried if c.blocks == c.formula), default=math.inf)
-        if best_s < formula_s * (1 - GAIN):
-            changes = {name: getattr(best.blocks, name) for name in best.fields}
-            found[best.key] = replace(found.get(best.key, best.formula), **changes)
-    return found
+class Tower:
+    """Tuning of vision_attention."""
+
+    def shapes(self, chip: Chip, wanted: str) -> list[Shape]:
+        """The shapes of the real cases."""
+        found: dict[Key, Shape] = {}
+        for case in map(measure.one_device, by_name(vision_cases.REAL, wanted)):
+            sizes = (case.num_rows, case.num_heads, case.width, case.dtype)
+            key = (chip.name, *sizes)
+            if key not in found:
+                part = Part(fields=("queries", "keys", "tile", "heads", "chunk"), cases=[])
+                formula = vision_blocks.formula(*sizes, chip)
+                found[key] = Shape(key=key, formula=formula, parts=[part])
+            found[key].parts[0].cases.append(case)
+        return list(found.values())
+
+    def untried(self, shape: Shape, chip: Chip) -> list[Any]:
+        """Blocks to try next."""
+        (part,) = shape.parts
+        case = part.cases[0]
+        found = {shape.formula: None} if not part.seconds else {}
+        for blocks in neighbours(shape.best(), ("queries", "keys", "tile", "heads")):
+            longest = max(blocks.queries, blocks.keys)
+            whole = replace(
+                blocks,
+                tile=min(blocks.tile, blocks.queries, blocks.keys),
+                chunk=round_up(case.num_rows, longest),
+            )
+            if self.fits(whole, case):
+                found[vision_blocks.fit(whole, case.num_rows, case.width, case.dtype, chip)] = None
+        return [blocks for blocks in found if part.values(blocks) not in part.seconds]
+
+    def fits(self, blocks: vision_blocks.Blocks, case: VisionCase) -> bool:
+        """Whether the sizes divide each other, and the case's."""
+        large, small = sorted((blocks.queries, blocks.keys), reverse=True)
+        return (
+            large % small == 0
+            and small % blocks.tile == 0
+            and blocks.tile % 128 == 0
+            and case.num_heads % blocks.heads == 0
+            and large < 2 * max(case.num_rows, 128)
+        )
+
+    def candidate(self, case: VisionCase, blocks: vision_blocks.Blocks) -> Candidate:
+        """A case in some blocks; one program serves all cases with steps like these."""
+        return replace(
+            measure.vision_candidate(case, blocks, tower_visits.counts(case, blocks)),
+            program=own.vision_step(case, blocks),
+            grid_steps=own.vision_steps(case, blocks),
+        )
 
 
-def module(op: str, table: dict[tuple[Any, ...], Any]) -> str:
+class Paged:
+    """Tuning of paged_attention: decode blocks by decode batches, prefill blocks by the others."""
+
+    def shapes(self, chip: Chip, wanted: str) -> list[Shape]:
+        """The shapes of the real cases."""
+        found: dict[Key, Shape] = {}
+        for case in map(measure.one_device, by_name(paged_cases.REAL, wanted)):
+            if case.cache_dtype == FOREIGN_CACHE[chip.name]:
+                continue
+            heads = (case.num_heads, case.num_kv_heads, case.width)
+            key = (chip.name, *heads, case.page_size, case.cache_dtype)
+            if key not in found:
+                parts = [
+                    Part(fields=("decode_keys",), cases=[]),
+                    Part(fields=("prefill_keys", "prefill_rows"), cases=[]),
+                ]
+                formula = paged_blocks.formula(*heads, case.cache_dtype, chip)
+                found[key] = Shape(key=key, formula=self.fitted(case, formula, chip), parts=parts)
+            found[key].parts[max(case.q_lens) > 1].cases.append(case)
+        return list(found.values())
+
+    def untried(self, shape: Shape, chip: Chip) -> list[Any]:
+        """Blocks to try next: of decoding and of prefill in the same programs."""
+        best = shape.best()
+        moves = [list(neighbours(best, p.fields)) if p.cases else [] for p in shape.parts]
+        found = [] if any(p.seconds for p in shape.parts) else [shape.formula]
+        case = next(case for part in shape.parts for case in part.cases)
+        for decoding, prefill in itertools.zip_longest(*moves, fillvalue=best):
+            keys, rows = prefill.prefill_keys, prefill.prefill_rows
+            joined = replace(decoding, prefill_keys=keys, prefill_rows=rows)
+            found.append(self.fitted(case, joined, chip))
+        return [
+            blocks
+            for blocks in dict.fromkeys(found)
+            if any(p.cases and p.values(blocks) not in p.seconds for p in shape.parts)
+        ]
+
+    def fitted(
+        self, case: PagedCase, blocks: paged_blocks.Blocks, chip: Chip
+    ) -> paged_blocks.Blocks:
+        """What the kernel makes of blocks on that chip where there are many tokens."""
+        return own.paged_blocks_of(replace(case, num_tokens=TOKENS), chip, blocks)
+
+    def candidate(self, case: PagedCase, blocks: paged_blocks.Blocks) -> Candidate:
+        """A case in some blocks; its program serves decoding and prefill, and groups that pad."""
+        group = own.query_group(case)
+        same = replace(case, num_tokens=TOKENS, num_heads=group * case.num_kv_heads)
+        found = measure.paged_candidate(case, blocks)
+        return replace(found, program=own.paged_program(same, blocks))
+
+
+TOKENS = 1024  # of a program for all batches: a schedule does not depend on them
+
+
+def by_name(cases: Mapping[str, Any], wanted: str) -> list[Any]:
+    """The cases whose name holds that."""
+    return [case for name, case in cases.items() if wanted in name]
+
+
+def climb(op: Tower | Paged, shapes: Sequence[Shape], chip: Chip) -> None:
+    """Fills `seconds` of every part, round by round; equal programs compile once."""
+    for number in range(ROUNDS):
+        asked = [(shape, blocks) for shape in shapes for blocks in op.untried(shape, chip)]
+        print(f"{chip.name}, round {number}: {len(asked)} block sizes", file=sys.stderr)
+        tasks: list[tuple[list[float], Candidate]] = []
+        for shape, blocks in asked:
+            for part in shape.parts:
+                if part.values(blocks) not in part.seconds:
+                    times = part.seconds[part.values(blocks)] = []
+                    tasks += [(times, op.candidate(case, blocks)) for case in part.cases]
+        profiles = programs.profile_each([c.program for _, c in tasks], chip.name, quick=True)
+        for (times, candidate), profile in zip(tasks, profiles, strict=True):
+            if not isinstance(profile, str):
+                times.append(measure.estimate(candidate, profile, chip).seconds)
+
+
+def module(op: str, table: Mapping[Key, Any]) -> str:
     """The text of kernels/<op>/tuned.py.
 
     Raises:
@@ -128,25 +256,34 @@ def json_tuple(values: Iterable[Any]) -> str:
     return "(" + ", ".join(json.dumps(v) for v in values) + ")"
 
 
+def report(shape: Shape) -> Iterator[str]:
+    """The tried sizes of a shape as text, the best ones first."""
+    for part in shape.parts:
+        formula = part.values(shape.formula)
+        gains = {values: part.gain(values, formula) for values in part.seconds}
+        words = [f"{v} {g:+.1%}" for v, g in sorted(gains.items(), key=lambda x: -x[1])]
+        yield f"{shape.key} {part.fields} by formula {formula}: {', '.join(words)}"
+
+
 def main() -> None:
     """Writes one op's table."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--op", choices=sorted(CHOICES), required=True)
+    parser.add_argument("--op", choices=sorted(OPS), required=True)
     parser.add_argument("--target", choices=CHIP_NAMES, nargs="*", default=CHIP_NAMES)
     parser.add_argument("--case", default="", help="only cases whose name holds this")
     flags = parser.parse_args()
-    choices, names = CHOICES[flags.op]
-    table: dict[tuple[Any, ...], Any] = {}
+    table: dict[Key, Any] = {}
     for chip in (CHIPS[name] for name in flags.target):
-        asked = [c for name in names if flags.case in name for c in choices(name, chip)]
-        table |= best_blocks(asked, chip)
+        op = OPS[flags.op]()
+        shapes = op.shapes(chip, flags.case)
+        climb(op, shapes, chip)
+        for shape in shapes:
+            print("\n".join(report(shape)), flush=True)
+        table |= {shape.key: entry for shape in shapes if (entry := shape.entry()) is not None}
     (KERNELS / flags.op / "tuned.py").write_text(module(flags.op, table))
 
 
-CHOICES: dict[str, tuple[Callable[[str, Chip], Iterator[Choice]], Iterable[str]]] = {
-    "vision_attention": (vision_choices, vision_cases.REAL),
-    "paged_attention": (paged_choices, paged_cases.REAL),
-}
+OPS: dict[str, Callable[[], Tower | Paged]] = {"vision_attention": Tower, "paged_attention": Paged}
 
 if __name__ == "__main__":
     main()

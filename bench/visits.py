@@ -1,4 +1,8 @@
-"""Counts how often each named block of a Pallas kernel runs, by running it on the CPU."""
+"""Counts how often each named block of a Pallas kernel runs, by running it on the CPU.
+
+While a program is traced, each `jax.named_scope` also plants a host callback where it opens, so the
+counts come from what the interpreter executed, not from what the kernel says about itself.
+"""
 
 import contextlib
 from collections import Counter
@@ -8,21 +12,53 @@ from unittest import mock
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.pallas import tpu as pltpu
 
 
-def count(run: Callable[[], Any], *, products: bool = True) -> Counter[str]:
+def count(run: Callable[[], Any]) -> Counter[str]:
     """Runs a program whose kernels are interpreted and counts the openings of every named scope.
-
-    While it is traced, each `jax.named_scope` also plants a host callback where it opens, so the
-    counts come from what the interpreter executed, not from what the kernel says about itself.
 
     Args:
         run: calls the kernels, interpreted, with real data; they must reach `jax.named_scope` by
             that name.
-        products: False leaves out the matmuls that are called as `jax.lax.dot_general` and takes
-            zeros for them: much faster, and the same where no trip count depends on them.
     """
     counts: Counter[str] = Counter()
+    with _planted(counts):
+        jax.block_until_ready(run())
+        jax.effects_barrier()
+    return counts
+
+
+def control_flow(run: Callable[..., Any], *args: Any) -> Callable[..., Counter[str]]:
+    """A function that counts as `count` does, for any data of the same shapes.
+
+    Matmuls (`jax.lax.dot_general`) give zeros and copies (`pltpu.make_async_copy`) move nothing:
+    much faster, and the same where no trip count depends on them. Without copies the plain
+    interpreter will do, which knows no semaphores and is faster still.
+
+    Args:
+        run: as for `count`, of `args`.
+        args: of the shapes.
+    """
+    counts: Counter[str] = Counter()
+    with (
+        _planted(counts),
+        mock.patch.object(jax.lax, "dot_general", _no_product),
+        mock.patch.object(pltpu, "make_async_copy", return_value=_NoCopy()),
+    ):
+        compiled = jax.jit(lambda *data: run(*data)).lower(*args).compile()
+
+    def counted(*data: Any) -> Counter[str]:
+        counts.subtract(dict(counts))  # back to zero, but with every name
+        jax.block_until_ready(compiled(*data))
+        jax.effects_barrier()
+        return Counter(counts)
+
+    return counted
+
+
+@contextlib.contextmanager
+def _planted(counts: Counter[str]) -> Iterator[None]:
     named_scope = jax.named_scope
 
     @contextlib.contextmanager
@@ -32,20 +68,27 @@ def count(run: Callable[[], Any], *, products: bool = True) -> Counter[str]:
             jax.debug.callback(lambda: counts.update([name]))
             yield
 
-    def no_product(left: Any, right: Any, dims: Any, **options: Any) -> jax.Array:
-        shape = jax.eval_shape(lambda x, y: dot_general(x, y, dims, **options), left, right)
-        return jnp.zeros(shape.shape, shape.dtype)
-
-    dot_general = jax.lax.dot_general
-    taken = dot_general if products else no_product
     jax.clear_caches()  # else a program traced before would run without the callbacks
     try:
-        with (
-            mock.patch.object(jax, "named_scope", counted),
-            mock.patch.object(jax.lax, "dot_general", taken),
-        ):
-            jax.block_until_ready(run())
-            jax.effects_barrier()
+        with mock.patch.object(jax, "named_scope", counted):
+            yield
     finally:
         jax.clear_caches()
-    return counts
+
+
+_dot_general = jax.lax.dot_general
+
+
+def _no_product(left: Any, right: Any, dims: Any, **options: Any) -> jax.Array:
+    shape = jax.eval_shape(lambda x, y: _dot_general(x, y, dims, **options), left, right)
+    return jnp.zeros(shape.shape, shape.dtype)
+
+
+class _NoCopy:
+    """Stands for an asynchronous copy."""
+
+    def start(self) -> None:
+        """Starts nothing."""
+
+    def wait(self) -> None:
+        """Waits for nothing."""

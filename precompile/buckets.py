@@ -25,6 +25,10 @@ from tpu_vl.vision.resize import MAX_ASPECT_RATIO, plan_image, plan_video
 # the list short, and the smallest ones serve what is latency-bound.
 _STEP = 4
 
+# Rows of a last block that are padding, beside the patches of a capacity's smallest call, where
+# more sizes of the last block are not worth their code.
+_SMALL_PADDING = 1 / 16
+
 ATTENTION_BLOCK = 256
 """Patches per block of queries and of keys by which the padding of attention is counted."""
 
@@ -37,7 +41,8 @@ class PatchPlan:
         capacities: patches of each tower program over all bins, ascending.
         row_block: patches per block of the linear parts; divides every bin's share.
         row_steps: of each capacity, the sizes that a call's last block may take: even steps up to
-            `row_block`. Each size is code in the program, so large capacities have fewer.
+            `row_block`. Each size is code in the program: a capacity whose calls all have many
+            blocks has fewer.
         num_bins: bins of every call.
     """
 
@@ -110,7 +115,7 @@ def patch_plan(
     merge_size: int,
     *,
     num_bins: int = 1,
-    row_steps: tuple[int, int] = (1, 1),
+    row_steps: int = 1,
 ) -> PatchPlan:
     """Tower capacities: from one row block in steps of four up to the largest frame.
 
@@ -120,7 +125,7 @@ def patch_plan(
         num_shards: size of the mesh axis "model".
         merge_size: patches per side of a merged cell.
         num_bins: 1, or `num_shards` where every device encodes frames of its own.
-        row_steps: sizes of the last block, in a capacity of one block and in larger ones.
+        row_steps: sizes of the last block at the most, a power of two.
 
     Returns:
         Capacities whose shares of a device and of a bin are whole merge groups, and of a bin
@@ -136,9 +141,19 @@ def patch_plan(
     return PatchPlan(
         capacities=tuple(size * num_bins for size in sizes),
         row_block=row_block,
-        row_steps=tuple(row_steps[size > row_block] for size in sizes),
+        row_steps=tuple(
+            _steps_after(previous, row_block, row_steps) for previous in (0, *sizes[:-1])
+        ),
         num_bins=num_bins,
     )
+
+
+def _steps_after(previous: int, row_block: int, most: int) -> int:
+    """Sizes of the last block in a capacity whose calls all have more than `previous` patches."""
+    steps = 1
+    while steps < most and row_block // steps > previous * _SMALL_PADDING:
+        steps *= 2
+    return steps
 
 
 def calls_of(grid_thw: tuple[int, int, int], plan: PatchPlan) -> list[tuple[int, int]]:

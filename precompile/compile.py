@@ -3,9 +3,10 @@
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TypeVar
 
 import jax
@@ -18,6 +19,7 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Executables = dict[str, jax.stages.Compiled]
+_EQUAL: Mapping[str, float] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -29,7 +31,7 @@ class Progress:
         done, total: programs finished and in all.
         seconds: spent on this one.
         compiled: False where it came from the store.
-        remaining_s: estimate for the rest, from the mean so far.
+        remaining_s: estimate for the rest, from the speed so far.
     """
 
     name: str
@@ -63,6 +65,7 @@ def compile_all(
     progress: Callable[[Progress], None],
     *,
     may_compile: bool = True,
+    expected_s: Mapping[str, float] = _EQUAL,
     num_threads: int | None = None,
 ) -> Executables:
     """Every program's executable, ready to be called.
@@ -72,6 +75,8 @@ def compile_all(
         store: where executables are kept; None keeps none.
         progress: called once per finished program, in the calling thread.
         may_compile: False raises where a program is not in the store.
+        expected_s: seconds that each will take, by name: the longest start first, so that none is
+            left to compile alone at the end. Without it all count alike.
         num_threads: compilations at once; None: one per processor, at most 8.
 
     Raises:
@@ -94,7 +99,7 @@ def compile_all(
             store.keep(program.name, compiled)
         return compiled, True
 
-    return _in_threads(programs, work, progress, num_threads)
+    return _in_threads(programs, work, progress, expected_s, num_threads)
 
 
 def store_all(
@@ -102,12 +107,13 @@ def store_all(
     store: Store,
     progress: Callable[[Progress], None],
     *,
+    expected_s: Mapping[str, float] = _EQUAL,
     num_threads: int | None = None,
 ) -> None:
     """Compiles into the store what it does not hold yet; the devices may be absent.
 
     Args:
-        programs, progress, num_threads: as for `compile_all`.
+        programs, progress, expected_s, num_threads: as for `compile_all`.
         store: can be written.
 
     Raises:
@@ -120,18 +126,21 @@ def store_all(
         store.save(program.name, compile_program(program))
         return None, True
 
-    _in_threads(programs, work, progress, num_threads)
+    _in_threads(programs, work, progress, expected_s, num_threads)
 
 
 def _in_threads(
     programs: Sequence[Program],
     work: Callable[[Program], tuple[T, bool]],
     progress: Callable[[Progress], None],
+    expected_s: Mapping[str, float],
     num_threads: int | None,
 ) -> dict[str, T]:
     """The result of `work` by program; the first failure lets no further program start."""
     started = time.monotonic()
     results: dict[str, T] = {}
+    left = {p.name: expected_s.get(p.name, 1.0) for p in programs}
+    whole = sum(left.values())
 
     def run(program: Program) -> tuple[str, T, bool, float]:
         begun = time.monotonic()
@@ -139,14 +148,17 @@ def _in_threads(
         return program.name, result, compiled, time.monotonic() - begun
 
     with ThreadPoolExecutor(num_threads or min(8, os.cpu_count() or 1)) as pool:
-        futures = [pool.submit(run, p) for p in programs]
+        futures = [pool.submit(run, p) for p in sorted(programs, key=lambda p: -left[p.name])]
         try:
             for future in as_completed(futures):
                 name, result, compiled, seconds = future.result()
                 results[name] = result
-                done, total = len(results), len(programs)
-                remaining_s = (time.monotonic() - started) / done * (total - done)
-                progress(Progress(name, done, total, seconds, compiled, remaining_s))
+                del left[name]
+                ahead = sum(left.values())
+                remaining_s = (time.monotonic() - started) / (whole - ahead) * ahead
+                progress(
+                    Progress(name, len(results), len(programs), seconds, compiled, remaining_s)
+                )
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise

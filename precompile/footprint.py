@@ -175,14 +175,11 @@ def model_shape(family: Family, cfg: Any, mesh: Mesh) -> ModelShape:
     text, tower = tables["text"], tables.get("vision", {})
     num_bins = family.geometry(cfg).num_bins if tower else 1
     heads = tower.get("N", 0)
-    attention = 2 * text["D"] * text["H"] * (text["N"] + text["K"])
     return ModelShape(
         num_layers=sum(c.num_layers for c in family.caches(cfg)),
         width=text["D"],
         vocab_size=text["V"],
         num_devices=n,
-        layer_values=(attention + 3 * text["D"] * text["F"]) // n,
-        kv_heads=text["K"] // n,
         tower_width=tower.get("D", 0),
         tower_heads=heads if num_bins > 1 or heads % n else heads // n,
         num_bins=num_bins,

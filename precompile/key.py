@@ -5,6 +5,7 @@ the TPU host that serves: nothing in them says where they were made. They are fl
 so that a key that differs can be told by the field.
 """
 
+import ast
 import dataclasses
 import hashlib
 import importlib.metadata
@@ -13,7 +14,7 @@ import json
 import os
 import platform as host_platform
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,11 @@ HOST_ONLY = frozenset(
     {"max_num_queued_reqs", "vision_step_patch_layers", "vision_attention_patches"}
 )
 
+PROGRAM_ROOTS = ("precompile.compile", "precompile.programs", "models.registry")
+"""Modules that with all that they import make the programs: what lists and lowers them, and the
+models that they are handed."""
+
+_PACKAGE = "tpu_vl."
 _NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 _SHOWN_CHARACTERS = 60
 
@@ -81,7 +87,7 @@ def key_fields(mesh: Mesh, configs: Mapping[str, Any]) -> Fields:
         "xla_flags": normalised_flags(os.environ.get("XLA_FLAGS", ""), device.platform),
         "libtpu_flags": normalised_flags(os.environ.get("LIBTPU_INIT_ARGS", ""), device.platform),
         "settings": {name: jax.config.values.get(name) for name in _JAX_SETTINGS},
-        "sources": source_digest(_source_roots()),
+        "sources": source_digest(_package()),
         **configs,
     }
     return json.loads(json.dumps(_flat(values)))
@@ -202,29 +208,58 @@ def normalised_flags(text: str, platform: str) -> list[str]:
     return [f"{name}={value}" for name, value in sorted(flags.items())]
 
 
-def source_digest(roots: Sequence[Path]) -> str:
+def source_digest(package: Path, roots: Sequence[str] = PROGRAM_ROOTS) -> str:
     """SHA-256 over Python sources, names and contents.
 
     Args:
-        roots: files, and folders with everything under them.
+        package: folder of the package `tpu_vl`.
+        roots: modules without the package's name; with what they import, directly or not.
     """
     digest = hashlib.sha256()
-    for root in roots:
-        paths = [root] if root.is_file() else sorted(root.rglob("*.py"))
-        for path in paths:
-            name = path.relative_to(root.parent).as_posix().encode()
-            body = path.read_bytes()
-            digest.update(len(name).to_bytes(8, "little") + name)
-            digest.update(len(body).to_bytes(8, "little") + body)
+    for name, body in sorted(_sources(package, roots).items()):
+        label = name.encode()
+        digest.update(len(label).to_bytes(8, "little") + label)
+        digest.update(len(body).to_bytes(8, "little") + body)
     return digest.hexdigest()
 
 
-def _source_roots() -> tuple[Path, ...]:
-    """What a program is traced from, in a checkout and in a wheel alike."""
+def _sources(package: Path, roots: Sequence[str]) -> dict[str, bytes]:
+    """Name and content of each file of the package that the roots import.
+
+    A module counts with every package that it lies in, and wherever in a file it is imported.
+    """
+    found: dict[str, bytes] = {}
+    todo = list(roots)
+    while todo:
+        module = todo.pop()
+        path = module.replace(".", "/")
+        name = next(
+            (n for n in (f"{path}.py", f"{path}/__init__.py") if (package / n).is_file()), None
+        )
+        if name is None or name in found:  # None: a name inside a module, which is there itself
+            continue
+        found[name] = (package / name).read_bytes()
+        todo += [parent for parent, dot, _ in [module.rpartition(".")] if dot]
+        todo += _imports(found[name])
+    return found
+
+
+def _imports(body: bytes) -> Iterator[str]:
+    """What of the package a file imports, without the package's name: modules, names in them."""
+    for node in ast.walk(ast.parse(body)):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [f"{node.module}", *(f"{node.module}.{alias.name}" for alias in node.names)]
+        else:
+            continue
+        yield from (n.removeprefix(_PACKAGE) for n in names if n.startswith(_PACKAGE))
+
+
+def _package() -> Path:
+    """The folder of the package, in a checkout and in a wheel alike."""
     parent = Path(__file__).resolve().parents[1]
-    package = parent / "tpu_vl" if (parent / "tpu_vl").is_dir() else parent
-    names = ("models", "engine", "kernels", "precompile", "tree.py", "mesh.py")
-    return tuple((package / name).resolve() for name in names)
+    return parent / "tpu_vl" if (parent / "tpu_vl").is_dir() else parent
 
 
 def differences(mine: Fields, theirs: Fields) -> list[str]:

@@ -39,8 +39,6 @@ class ModelShape:
     Args:
         num_layers, width, vocab_size: of the language model.
         num_devices: on the "model" axis.
-        layer_values: weights of one decoder layer on one device.
-        kv_heads: K/V heads on one device.
         tower_width: of the vision tower; 0 without one.
         tower_heads: its heads on one device.
         num_bins: patches of a call are dealt into so many bins, one per device.
@@ -50,27 +48,83 @@ class ModelShape:
     width: int
     vocab_size: int
     num_devices: int
-    layer_values: int
-    kv_heads: int
     tower_width: int = 0
     tower_heads: int = 0
     num_bins: int = 1
 
 
-def program_sizes(shape: ModelShape, engine_config: EngineConfig) -> dict[str, ProgramSize]:
+@dataclass(frozen=True, kw_only=True)
+class Fit:
+    """What was measured of one model's programs, on one device; tables by capacity.
+
+    Args:
+        num_layers, width: of its language model.
+        logits: on one device, of a row.
+        text_code, sample_code: megabytes.
+        encode_code: megabytes, by the sizes that a call's last block may take.
+        text_temporaries, sample_temporaries: megabytes, without those of `layer_temporaries`.
+        layer_temporaries: megabytes that every attention kernel's call keeps for itself.
+        encode_temporaries: megabytes that a tower call takes at the least.
+        encode_copies: of the hidden rows, q, k, v and attended rows of a large tower call.
+        encode_spared: megabytes of them that never leave the core.
+        text_seconds, sample_seconds, encode_seconds: of a processor; the last as `encode_code`.
+    """
+
+    num_layers: int
+    width: int
+    logits: int
+    text_code: Mapping[int, float]
+    text_temporaries: Mapping[int, float]
+    layer_temporaries: float
+    text_seconds: Mapping[int, float]
+    sample_code: Mapping[int, float]
+    sample_temporaries: Mapping[int, float]
+    sample_seconds: Mapping[int, float]
+    encode_code: Mapping[int, float]
+    encode_temporaries: Mapping[int, float]
+    encode_copies: float
+    encode_spared: float
+    encode_seconds: Mapping[int, float]
+
+
+# Qwen3-VL-8B, tensor parallel 4, v6e, jax 0.10.2 with libtpu 0.0.42: `python -m bench.fit_sizes
+# --write` measures it and replaces it.
+FITTED = Fit(
+    num_layers=36,
+    width=4096,
+    logits=37984,
+    text_code={4: 5.7, 16: 6.2, 64: 7.0, 256: 9.5, 1024: 14.1, 2048: 15.8},
+    text_temporaries={4: 3.0, 16: 3.1, 64: 3.9, 256: 5.0, 1024: 100.7, 2048: 87.0},
+    layer_temporaries=1.06,
+    text_seconds={4: 20.0, 64: 30.0, 256: 40.0, 1024: 60.0, 2048: 70.0},
+    sample_code={4: 2.5, 16: 3.4, 64: 5.5, 256: 6.1},
+    sample_temporaries={4: 2.3, 16: 4.3, 64: 11.6, 256: 158.3},
+    sample_seconds={4: 11, 16: 15, 64: 23, 256: 35},
+    encode_code={1: 12.4, 4: 19.3},
+    encode_temporaries={1024: 21.6, 4096: 40.9},
+    encode_copies=1.04,
+    encode_spared=53.1,
+    encode_seconds={1: 45.0, 4: 54.0},
+)
+
+
+def program_sizes(
+    shape: ModelShape, engine_config: EngineConfig, fit: Fit = FITTED
+) -> dict[str, ProgramSize]:
     """The size of every program, by name.
 
     Args:
         shape: the model on its devices.
         engine_config: capacities.
+        fit: what was measured.
     """
     sizes = {ZEROS: ProgramSize(temporaries=0, code=_MB // 3, compile_s=1.0)}
     for p in engine_config.patch_capacities:
-        sizes[layout.encode_name(p)] = encode_size(shape, p)
+        sizes[layout.encode_name(p)] = encode_size(shape, p, engine_config.steps_of(p), fit)
     for t in engine_config.token_capacities:
-        sizes[layout.text_name(t)] = text_size(shape, t)
+        sizes[layout.text_name(t)] = text_size(shape, t, fit)
     for r in layout.sample_capacities(engine_config):
-        sizes[layout.sample_name(r)] = sample_size(shape, r)
+        sizes[layout.sample_name(r)] = sample_size(shape, r, fit)
     return sizes
 
 
@@ -79,66 +133,53 @@ def total_code(shape: ModelShape, engine_config: EngineConfig) -> int:
     return sum(size.code for size in program_sizes(shape, engine_config).values())
 
 
+def text_size(shape: ModelShape, num_tokens: int, fit: Fit) -> ProgramSize:
+    """A text program of so many tokens: code in every layer, temporaries of the widest step."""
+    layers, width = shape.num_layers / fit.num_layers, shape.width / fit.width
+    temporaries = interpolated(fit.text_temporaries, num_tokens) * width
+    return ProgramSize(
+        temporaries=int(_MB * (temporaries + fit.layer_temporaries * shape.num_layers)),
+        code=int(_MB * interpolated(fit.text_code, num_tokens) * layers),
+        compile_s=interpolated(fit.text_seconds, num_tokens) * layers,
+    )
+
+
+def sample_size(shape: ModelShape, num_rows: int, fit: Fit) -> ProgramSize:
+    """A sampling program of so many rows: temporaries are copies of its logits."""
+    logits = shape.vocab_size / shape.num_devices / fit.logits
+    return ProgramSize(
+        temporaries=int(_MB * interpolated(fit.sample_temporaries, num_rows) * logits),
+        code=int(_MB * interpolated(fit.sample_code, num_rows)),
+        compile_s=interpolated(fit.sample_seconds, num_rows),
+    )
+
+
+def encode_size(shape: ModelShape, num_patches: int, row_steps: int, fit: Fit) -> ProgramSize:
+    """A tower program of so many patches: three of its hidden rows, and q, k, v, attended."""
+    patches = num_patches // shape.num_bins
+    row = encode_row_bytes(shape) * fit.encode_copies
+    least = interpolated(fit.encode_temporaries, min(patches, max(fit.encode_temporaries)))
+    return ProgramSize(
+        temporaries=int(max(patches * row - _MB * fit.encode_spared, _MB * least)),
+        code=int(_MB * interpolated(fit.encode_code, row_steps)),
+        compile_s=interpolated(fit.encode_seconds, row_steps),
+    )
+
+
+def encode_row_bytes(shape: ModelShape) -> int:
+    """Bytes of one patch's hidden rows, q, k, v and attended row on one device, each once."""
+    return 2 * (3 * shape.tower_width + 4 * shape.tower_heads * NUM_LANES)
+
+
 def interpolated(table: Mapping[int, float], size: int) -> float:
     """A measured table between its points, straight over the logarithm of the size.
 
     Below the first point its value holds; beyond the last, the slope of the last two goes on.
     """
     points = sorted(table.items())
-    if size <= points[0][0]:
+    if size <= points[0][0] or len(points) == 1:
         return points[0][1]
     pair = next(((a, b) for a, b in pairwise(points) if size <= b[0]), (points[-2], points[-1]))
     (low, at_low), (high, at_high) = pair
     share = math.log(size / low) / math.log(high / low)
     return at_low + share * (at_high - at_low)
-
-
-# Qwen3-VL-8B, tensor parallel 4, v6e, jax 0.10.2 with libtpu 0.0.42: megabytes by capacity.
-_TEXT_CODE = {4: 5.7, 16: 6.2, 64: 7.0, 256: 9.5, 1_024: 14.1, 2_048: 15.8}
-_TEXT_TEMPORARIES = {4: 3.0, 16: 3.1, 64: 3.9, 256: 5.0, 1_024: 100.7, 2_048: 87.0}
-_TEXT_SECONDS = {4: 20.0, 64: 30.0, 256: 40.0, 1_024: 60.0, 2_048: 70.0}
-_SAMPLE_CODE = {4: 3.4, 16: 5.8, 64: 10.6, 256: 14.4}
-_ENCODE_CODE = {1_024: 31.6, 4_096: 19.3}
-_ENCODE_TEMPORARIES = {1_024: 21.6, 4_096: 40.9}
-_ENCODE_COPIES = 1.04
-_IN_VECTOR_MEMORY = 53.1
-"""Megabytes of a tower call's rows that never leave the core."""
-
-_FITTED_LAYERS, _FITTED_WIDTH = 36, 4_096
-
-_CALL_TEMPORARIES = 1.06
-"""Megabytes that every attention kernel's call keeps for itself."""
-
-
-def text_size(shape: ModelShape, num_tokens: int) -> ProgramSize:
-    """A text program of so many tokens."""
-    layers = shape.num_layers / _FITTED_LAYERS
-    width = shape.width / _FITTED_WIDTH
-    temporaries = interpolated(_TEXT_TEMPORARIES, num_tokens) * width
-    return ProgramSize(
-        temporaries=int(_MB * (temporaries + _CALL_TEMPORARIES * shape.num_layers)),
-        code=int(_MB * interpolated(_TEXT_CODE, num_tokens) * layers),
-        compile_s=interpolated(_TEXT_SECONDS, num_tokens) * layers,
-    )
-
-
-def sample_size(shape: ModelShape, num_rows: int) -> ProgramSize:
-    """A sampling program of so many rows: several copies of its float32 logits."""
-    logits = 4 * num_rows * shape.vocab_size / shape.num_devices
-    return ProgramSize(
-        temporaries=int(7 * logits),
-        code=int(_MB * interpolated(_SAMPLE_CODE, num_rows)),
-        compile_s=25.0,
-    )
-
-
-def encode_size(shape: ModelShape, num_patches: int) -> ProgramSize:
-    """A tower program of so many patches: three of its hidden rows, and q, k, v, attended."""
-    patches = num_patches // shape.num_bins
-    row = 2 * (3 * shape.tower_width + 4 * shape.tower_heads * NUM_LANES) * _ENCODE_COPIES
-    least = interpolated(_ENCODE_TEMPORARIES, min(patches, max(_ENCODE_TEMPORARIES)))
-    return ProgramSize(
-        temporaries=int(max(patches * row - _MB * _IN_VECTOR_MEMORY, _MB * least)),
-        code=int(_MB * interpolated(_ENCODE_CODE, min(num_patches, max(_ENCODE_CODE)))),
-        compile_s=90.0,
-    )

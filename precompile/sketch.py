@@ -70,14 +70,11 @@ def model_shape(sizes: ModelSizes, num_devices: int) -> ModelShape:
     """What the sizes of the programs would follow from, if they were like the served ones."""
     d, tower = sizes.decoder, sizes.tower
     heads = tower.num_heads if tower else 0
-    values = d.dense_values + d.num_experts * d.expert_values
     return ModelShape(
         num_layers=d.num_layers,
         width=d.width,
         vocab_size=d.vocab_size,
         num_devices=num_devices,
-        layer_values=values // d.num_layers // num_devices,
-        kv_heads=held_kv_heads(d.num_kv_heads, num_devices) // num_devices,
         tower_width=tower.width if tower else 0,
         tower_heads=heads if heads % num_devices else heads // num_devices,
     )

@@ -56,8 +56,13 @@ def serve(flags: ServeFlags) -> int:
     config = launch.server_config(flags, plan)
     if config.notice is not None:
         logging.warning("%s", config.notice)
-    logging.info("listening on http://%s:%d", config.host, config.port)
-    run_server(config, lambda state: launch.load(flags, plan, state))
+    # Before the port is open: a server that must not compile is refused, and says why, at once.
+    store = prepare.open_store(plan, flags)
+    run_server(
+        config,
+        lambda state: launch.load(flags, plan, store, state),
+        drain_s=flags.shutdown_timeout_s,
+    )
     return 0
 
 

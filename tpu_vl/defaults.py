@@ -41,7 +41,7 @@ class PlatformDefaults:
     max_frame_patches: int
     row_block: int
     kv_bytes: int | None
-    row_steps: tuple[int, int]
+    row_steps: int
     patch_layers_per_s: float
 
 
@@ -58,7 +58,7 @@ PLATFORMS: Mapping[str, PlatformDefaults] = {
         max_frame_patches=65_536,
         row_block=1_024,
         kv_bytes=None,
-        row_steps=(8, 4),
+        row_steps=4,
         patch_layers_per_s=2e7,
     ),
     "gpu": PlatformDefaults(
@@ -70,7 +70,7 @@ PLATFORMS: Mapping[str, PlatformDefaults] = {
         max_frame_patches=16_384,
         row_block=1_024,
         kv_bytes=None,
-        row_steps=(8, 4),
+        row_steps=4,
         patch_layers_per_s=2e7,
     ),
     "cpu": PlatformDefaults(
@@ -82,7 +82,7 @@ PLATFORMS: Mapping[str, PlatformDefaults] = {
         max_frame_patches=4_096,
         row_block=256,
         kv_bytes=512 << 20,
-        row_steps=(4, 2),
+        row_steps=2,
         patch_layers_per_s=1.6e6,
     ),
 }

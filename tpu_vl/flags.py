@@ -113,6 +113,12 @@ class ServeFlags(SizeFlags):
     chat_template: str | None = _flag(None, "file of a Jinja chat template to use instead")
     host: str = _flag("127.0.0.1", "address to listen on")
     port: int = _flag(8000, "port to listen on", minimum=0)
+    shutdown_timeout_s: int = _flag(
+        30,
+        "longest that running answers go on after SIGTERM, in seconds",
+        "--shutdown-timeout",
+        minimum=0,
+    )
     api_key: str | None = _flag(None, "bearer token that requests must carry")
     max_request_mb: int = _flag(256, "largest request body, in MiB")
     max_num_queued_reqs: int = _flag(256, "waiting requests before new ones get 503", minimum=0)

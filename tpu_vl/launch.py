@@ -26,8 +26,9 @@ from tpu_vl.engine.runner import Runner
 from tpu_vl.errors import ConfigError
 from tpu_vl.flags import ServeFlags
 from tpu_vl.mesh import make_mesh
+from tpu_vl.precompile.executables import Store
 from tpu_vl.precompile.programs import ZEROS
-from tpu_vl.prepare import make_executables, open_store
+from tpu_vl.prepare import make_executables
 from tpu_vl.progress import Bar
 from tpu_vl.server.state import LoadedModel, ServerState
 from tpu_vl.sized import SizedModel, describe_sizes, size_model
@@ -143,12 +144,13 @@ class _CompileCounter:
         self.count += event == self._EVENT
 
 
-def load(flags: ServeFlags, plan: Plan, state: ServerState) -> LoadedModel:
+def load(flags: ServeFlags, plan: Plan, store: Store | None, state: ServerState) -> LoadedModel:
     """Everything between the plan and the first request; runs in the loading thread.
 
     Args:
         flags: what the operator gave.
         plan: `make_plan(flags)`.
+        store: `prepare.open_store(plan, flags)`.
         state: told how far it is.
 
     Raises:
@@ -157,7 +159,6 @@ def load(flags: ServeFlags, plan: Plan, state: ServerState) -> LoadedModel:
     begun = time.monotonic()
     tokenizer = Tokenizer(plan.checkpoint.folder)
     template = _template(flags, plan)
-    store = open_store(plan, flags)
     params = make_params(flags, plan, state.report)
     table = make_executables(plan, store, state.report, may_compile=not flags.require_executables)
     client = _engine(plan, table, params)

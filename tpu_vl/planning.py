@@ -229,6 +229,7 @@ def compiled_plan(plan: Plan, flags: SizeFlags, checkpoint: Checkpoint, target: 
         return plan
     mesh = make_mesh(flags.tensor_parallel_size, describe_devices(target))
     listed = sized.list_programs(sized.size_model(flags, checkpoint, mesh))
+    expected_s = {name: size.compile_s for name, size in plan.programs.items()}
     bar, seconds = Bar("programs"), {}
 
     def progress(p: Progress) -> None:
@@ -236,7 +237,7 @@ def compiled_plan(plan: Plan, flags: SizeFlags, checkpoint: Checkpoint, target: 
         text = f"{p.name} compiled in {p.seconds:.1f} s, about {p.remaining_s:.0f} s left"
         bar.show(p.done, p.total, text)
 
-    table = compile_all(listed, None, progress)
+    table = compile_all(listed, None, progress, expected_s=expected_s)
     programs = {
         p.name: ProgramSize(
             temporaries=temporary_bytes(p, table[p.name].memory_analysis()),

@@ -19,7 +19,7 @@ from tpu_vl.precompile.folder import (
 from tpu_vl.precompile.key import Fields, key_fields
 from tpu_vl.precompile.programs import make_backend
 from tpu_vl.progress import Bar
-from tpu_vl.sized import SizedModel, list_programs
+from tpu_vl.sized import SizedModel, compile_seconds, list_programs
 
 log = logging.getLogger(__name__)
 
@@ -98,7 +98,9 @@ def make_executables(
     listed = list_programs(model)
     log.info("%d programs, kept in %s", len(listed), "nothing" if store is None else store)
     progress = _Progress(report, len(listed))
-    table = compile_all(listed, store, progress, may_compile=may_compile)
+    table = compile_all(
+        listed, store, progress, may_compile=may_compile, expected_s=compile_seconds(model)
+    )
     log.info("%d programs ready, %d of them compiled now", len(table), progress.num_compiled)
     if store is not None and progress.num_compiled:
         store.keep_manifest(list(table))
@@ -124,7 +126,7 @@ def precompile(model: SizedModel, address: str | None) -> dict[str, Any]:
     progress = _Progress(lambda *_: None, len(listed))
     try:
         store.claim()  # a folder that cannot be written is found out before minutes of compiling
-        store_all(listed, store, progress)
+        store_all(listed, store, progress, expected_s=compile_seconds(model))
         ready = store.mark_ready([p.name for p in listed])
     except OSError as error:
         raise ConfigError(f"{store} cannot be written ({error}): name another folder") from error

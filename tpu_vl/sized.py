@@ -12,6 +12,8 @@ from tpu_vl.flags import SizeFlags
 from tpu_vl.mesh import model_size
 from tpu_vl.models.family import Family, check_family
 from tpu_vl.models.registry import family_of
+from tpu_vl.precompile import footprint
+from tpu_vl.precompile.program_sizes import program_sizes
 from tpu_vl.precompile.programs import Program, make_backend, programs
 from tpu_vl.server.state import Capability
 
@@ -104,6 +106,13 @@ def list_programs(model: SizedModel) -> tuple[Program, ...]:
     """Every program of the model."""
     backend = make_backend(model.mesh, model.engine_config)
     return programs(model.family, model.cfg, model.engine_config, backend)
+
+
+def compile_seconds(model: SizedModel) -> dict[str, float]:
+    """Processor seconds that each program will take to compile, by name; see `program_sizes`."""
+    shape = footprint.model_shape(model.family, model.cfg, model.mesh)
+    sizes = program_sizes(shape, model.engine_config)
+    return {name: size.compile_s for name, size in sizes.items()}
 
 
 def describe_sizes(model: SizedModel) -> list[str]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,12 +19,27 @@ from tpu_vl.kernels.paged_attention.pages import (
     num_parts,
     num_shards,
 )
+from tpu_vl.kernels.paged_attention.rope import Rope, queries_and_keys
 
-__all__ = ["cache_dtype", "cache_shape", "cache_spec", "paged_attention", "pick"]
+__all__ = ["Rope", "cache_dtype", "cache_shape", "cache_spec", "paged_attention", "pick"]
+
+
+def _plain(attend: Callable[..., tuple[jax.Array, jax.Array]]) -> Any:
+    """An implementation that takes ready queries and keys, behind their norm and rotation."""
+
+    def run(
+        q_TNH: jax.Array, k_TKH: jax.Array, *others: Any, rope: Rope | None, **options: Any
+    ) -> tuple[jax.Array, jax.Array]:
+        if rope is not None:
+            q_TNH, k_TKH = queries_and_keys(q_TNH, k_TKH, rope)
+        return attend(q_TNH, k_TKH, *others, **options)
+
+    return run
+
 
 _IMPLEMENTATIONS: dict[str, Callable[..., tuple[jax.Array, jax.Array]]] = {
-    "dense": reference.dense,
-    "blocked": reference.blocked,
+    "dense": _plain(reference.dense),
+    "blocked": _plain(reference.blocked),
     "pallas": pallas_tpu.ragged,
 }
 QUANTISED = ("int8", "float8_e4m3fn")
@@ -44,6 +60,7 @@ def paged_attention(
     implementation: str,
     mesh: Mesh | None,
     kv_scales_2K: jax.Array | None = None,
+    rope: Rope | None = None,
     blocks: Blocks | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Writes the new tokens' K and V into the pages and attends to each sequence's cache.
@@ -74,6 +91,7 @@ def paged_attention(
             computes them all. None: one device.
         kv_scales_2K: float32 steps of a quantised cache (int8 or float8_e4m3fn), of K and of V of
             each head: the pages hold value / step, rounded. None: the pages hold the values.
+        rope: norm and rotation that queries and keys still need. None: they are ready.
         blocks: sizes for "pallas" that do not change a result; None: those of blocks.py.
 
     Returns:
@@ -84,6 +102,8 @@ def paged_attention(
     """
     _check(q_TNH, k_TKH, v_TKH, pages_LSCH, page_table_BM, q_starts_B, kv_lens_B)
     _check_pages(k_TKH, pages_LSCH, kv_scales_2K, mesh)
+    if rope is not None:
+        _check_rope(q_TNH, rope)
     checks.check_implementation(implementation, _IMPLEMENTATIONS)
     attend = _IMPLEMENTATIONS[implementation]
     if implementation == "pallas":
@@ -95,19 +115,22 @@ def paged_attention(
         v: jax.Array,
         pages: jax.Array,
         scales: jax.Array | None,
+        turn: tuple[jax.Array, ...] | None,
         *addresses: jax.Array,
     ) -> tuple[jax.Array, jax.Array]:
         batch = Batch(jnp.clip(addresses[0], 0, pages.shape[0] - 1), *addresses[1:])
-        return attend(q, k, v, pages, batch, scale=scale, kv_scales_2K=scales)
+        own = None if rope is None or turn is None else Rope(*turn, eps=rope.eps)
+        return attend(q, k, v, pages, batch, scale=scale, kv_scales_2K=scales, rope=own)
 
     axis = sharding.heads_axis(k_TKH.shape[1], mesh)
     heads, pages = PartitionSpec(None, axis, None), PartitionSpec(None, None, axis, None)
     whole = PartitionSpec()
-    in_specs = (heads, heads, heads, pages, PartitionSpec(None, axis), whole, whole, whole)
+    in_specs = (heads, heads, heads, pages, PartitionSpec(None, axis), *[whole] * 4)
     split = sharding.on_mesh(run, mesh, in_specs, (heads, pages))
     addresses = (page_table_BM, q_starts_B, kv_lens_B)
     with jax.named_scope("paged_attention"):
-        return split(q_TNH, k_TKH, v_TKH, pages_LSCH, kv_scales_2K, *addresses)
+        turn = None if rope is None else rope.arrays()
+        return split(q_TNH, k_TKH, v_TKH, pages_LSCH, kv_scales_2K, turn, *addresses)
 
 
 def _check(
@@ -141,6 +164,14 @@ def _check(
         ("kv_lens_B", kv_lens_B),
     ):
         checks.check_int32(name, array)
+
+
+def _check_rope(q_TNH: jax.Array, rope: Rope) -> None:
+    num_tokens, _, width = q_TNH.shape
+    for name, array in (("q_norm_H", rope.q_norm_H), ("k_norm_H", rope.k_norm_H)):
+        checks.check_shape(f"rope.{name}", array, (width,))
+    for name, array in (("cos_TH", rope.cos_TH), ("sin_TH", rope.sin_TH)):
+        checks.check_shape(f"rope.{name}", array, (num_tokens, width))
 
 
 def _check_pages(

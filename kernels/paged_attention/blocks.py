@@ -1,6 +1,6 @@
 """Block sizes of the paged attention kernel, and the vector memory that they take."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 from tpu_vl.kernels.checks import NUM_LANES, round_up
 from tpu_vl.kernels.chips import Chip
@@ -11,6 +11,11 @@ PREFILL_BLOCK_VALUES = 1 << 18  # of K of all heads
 SUBLANES = 8  # of a vector register of 32-bit values
 STACK_BYTES = 6 << 20  # what the compiler adds for values that leave the registers
 LEAST_ROWS = 128
+COMMON_ROWS = 512  # of a prefill tile where nothing speaks for more
+COMMON_TOKENS = 128  # of a prefill tile: larger ones only where they are few of many
+WIDE_UNITS = 3 * 2**17  # operations per cycle above which a block's fixed costs show
+SMEM_BYTES = 1 << 20  # scalar memory of a core, by what the compiler says of all four chips
+SMEM_RESERVED = 16 << 10  # the compiler's own, and scalars that leave the registers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,23 +76,19 @@ def pick_blocks(
         cache_dtype: of the pages.
         chip: that runs the kernel.
     """
-    key = (chip.name, num_heads, num_kv_heads, width, page_size, cache_dtype)
-    if key not in TABLE:
-        return formula(num_kv_heads, width, cache_dtype)
-    decode_keys, prefill_keys, prefill_rows, num_bufs = TABLE[key]
-    return Blocks(
-        decode_keys=decode_keys,
-        prefill_keys=prefill_keys,
-        prefill_rows=prefill_rows,
-        num_bufs=num_bufs,
-    )
+    tuned = TABLE.get((chip.name, num_heads, num_kv_heads, width, page_size, cache_dtype))
+    if tuned is None:
+        return formula(num_heads, num_kv_heads, width, cache_dtype, chip)
+    return Blocks(**dict(zip((field.name for field in fields(Blocks)), tuned, strict=True)))
 
 
-def formula(num_kv_heads: int, width: int, cache_dtype: str) -> Blocks:
+def formula(num_heads: int, num_kv_heads: int, width: int, cache_dtype: str, chip: Chip) -> Blocks:
     """Block sizes by shape; see `pick_blocks`.
 
     Decode blocks have about `DECODE_BLOCK_BYTES`, prefill blocks a constant number of products,
-    since all heads are unrolled: the program's size does not grow with K.
+    since all heads are unrolled: the program's size does not grow with K. A block costs some
+    hundred cycles beside its products, which wide matrix units finish early: there tiles are
+    larger, so that blocks have more products and are fewer.
     """
     value_bytes = {"float32": 4, "bfloat16": 2}.get(cache_dtype, 1)
     slot_bytes = 2 * num_kv_heads * round_up(width, NUM_LANES) * value_bytes
@@ -97,7 +98,10 @@ def formula(num_kv_heads: int, width: int, cache_dtype: str) -> Blocks:
     prefill_keys = 1024
     while prefill_keys > 256 and prefill_keys * num_kv_heads * width > PREFILL_BLOCK_VALUES:
         prefill_keys //= 2
-    return Blocks(decode_keys=keys, prefill_keys=prefill_keys, prefill_rows=512, num_bufs=4)
+    rows = COMMON_ROWS
+    if chip.bf16_flops / chip.clock_hz >= WIDE_UNITS:
+        rows *= 4 if num_heads > 8 * num_kv_heads else 2
+    return Blocks(decode_keys=keys, prefill_keys=prefill_keys, prefill_rows=rows, num_bufs=4)
 
 
 def vmem_limit_bytes(chip: Chip) -> int:
@@ -127,12 +131,18 @@ def vmem_bytes(blocks: Blocks, sizes: Sizes, page_size: int) -> int:
 def fit(blocks: Blocks, sizes: Sizes, page_size: int, num_tokens: int, chip: Chip) -> Blocks:
     """Shrinks blocks until they fit the chip, and tiles to the tokens that there are.
 
+    Runs of new tokens that do not fill a tile pay for all of it. Where a step has few tokens, runs
+    are short: tiles of more than `COMMON_TOKENS` are for steps of at least four of them.
+
     Raises:
         ValueError: not even the smallest blocks fit; the message gives the numbers.
     """
     rows = LEAST_ROWS
     while rows < min(blocks.prefill_rows, num_tokens * sizes.group):
         rows *= 2
+    most_rows = max(COMMON_ROWS, COMMON_TOKENS * sizes.group)
+    while rows > most_rows and 4 * rows > num_tokens * sizes.group:
+        rows //= 2
     blocks = replace(blocks, prefill_rows=rows)
     limit = vmem_limit_bytes(chip)
     least_keys = max(page_size, NUM_LANES)
@@ -156,3 +166,30 @@ def fit(blocks: Blocks, sizes: Sizes, page_size: int, num_tokens: int, chip: Chi
                 "smaller pages or more devices"
             )
     return blocks
+
+
+def check_scalar_memory(
+    num_seqs: int, max_pages: int, page_size: int, num_tokens: int, tile: int
+) -> None:
+    """Raises where the page table and the lists of tiles do not fit in scalar memory.
+
+    Args:
+        num_seqs: B.
+        max_pages: M; the table has B * M entries of 4 bytes.
+        page_size: S.
+        num_tokens: T.
+        tile: tokens of a prefill tile; one of decoding has one, and each tile four entries.
+
+    Raises:
+        ValueError: the message gives the numbers and the flags.
+    """
+    num_tiles = min(num_tokens, num_seqs) + min(num_tokens, num_tokens // tile + num_seqs)
+    table_bytes, tile_bytes = 4 * num_seqs * max_pages, 16 * num_tiles
+    limit = SMEM_BYTES - SMEM_RESERVED
+    if table_bytes + tile_bytes > limit:
+        raise ValueError(
+            f"paged attention keeps its page table in scalar memory: {num_seqs} sequences of "
+            f"{max_pages} pages of {page_size} tokens take {table_bytes} bytes, and {num_tiles} "
+            f"tiles {tile_bytes}, of {limit} that there are; lower --max-num-seqs or "
+            "--max-model-len, or raise --block-size"
+        )

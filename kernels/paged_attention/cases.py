@@ -122,6 +122,16 @@ def _prefill(model: str, tp: int, cache_dtype: str = "bfloat16") -> Case:
     return _real(model, 1024, (1024,), (8192 - 1024,), tp, cache_dtype=cache_dtype)
 
 
+def _short(model: str, tp: int) -> Case:
+    """Eight prompts of 128 tokens."""
+    return _real(model, 1024, (128,) * 8, (0,) * 8, tp)
+
+
+def _mixed(model: str, tp: int) -> Case:
+    """A chunk of 512 tokens that ends at 4096 beside 48 decoding sequences of 4096."""
+    return _real(model, 1024, (1,) * 48 + (512,), (4095,) * 48 + (4096 - 512,), tp)
+
+
 def _whole_heads(model: str, tp: int) -> bool:
     return MODELS[model][0] % tp == 0
 
@@ -134,9 +144,14 @@ REAL: dict[str, Case] = {
         if _whole_heads(model, tp)
     },
     **{
-        f"{model}_prefill_1024_at_8192_tp{tp}": _prefill(model, tp)
+        f"{model}_{what}_tp{tp}": make(model, tp)
         for model in MODELS
         for tp in DEVICES
+        for what, make in (
+            ("prefill_1024_at_8192", _prefill),
+            ("prefill_8_of_128", _short),
+            ("mixed_4096", _mixed),
+        )
         if _whole_heads(model, tp)
     },
     **{

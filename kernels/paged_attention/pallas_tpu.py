@@ -5,8 +5,9 @@ runs. Both visit only the key blocks below each tile's causal limit and copy onl
 """
 
 import math
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,10 +17,12 @@ from jax.experimental.pallas import tpu as pltpu
 from tpu_vl.kernels.checks import NUM_LANES, round_up
 from tpu_vl.kernels.interpret import Target
 from tpu_vl.kernels.paged_attention import blocks as block_sizes
-from tpu_vl.kernels.paged_attention import decode, prefill
+from tpu_vl.kernels.paged_attention import decode, prefill, rows
 from tpu_vl.kernels.paged_attention.blocks import SUBLANES, Blocks, Sizes, fit, pick_blocks
 from tpu_vl.kernels.paged_attention.pages import Batch, new_rows
 from tpu_vl.kernels.paged_attention.plan import Plan, ceil_quotient, padded_group, quotient
+from tpu_vl.kernels.paged_attention.rope import Rope, queries_and_keys
+from tpu_vl.kernels.paged_attention.rows import Ends, Sources
 from tpu_vl.kernels.paged_attention.stream import Stream, TileList
 from tpu_vl.kernels.paged_attention.tiles import Tiles, make_tiles
 
@@ -37,6 +40,7 @@ def ragged(
     kv_scales_2K: jax.Array | None,
     target: Target,
     blocks: Blocks | None = None,
+    rope: Rope | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Runs the kernel on one device's heads; arguments as in `api.paged_attention`.
 
@@ -45,7 +49,8 @@ def ragged(
         blocks: sizes; None: those of blocks.py.
 
     Raises:
-        ValueError: the pages are not 128 lanes wide, or no block sizes fit the chip.
+        ValueError: the pages are not 128 lanes wide, no block sizes fit the chip, or the page table
+            does not fit its scalar memory.
     """
     num_tokens, num_seqs = q_TNH.shape[0], batch.page_table_BM.shape[0]
     plan = make_plan(q_TNH, k_TKH, pages_LSCH, batch, scale, kv_scales_2K, target, blocks)
@@ -58,28 +63,31 @@ def ragged(
         tile,
         min(num_tokens, num_tokens // tile + num_seqs),
     )
-    rows = new_rows(k_TKH, v_TKH, pages_LSCH, kv_scales_2K)
+    ends = rows.make_ends(plan, q_TNH, None if rope is None else rope.eps)
+    plan = replace(plan, vmem_bytes=plan.vmem_bytes + rows.vmem_bytes(plan, ends))
     scales = jnp.ones((2, k_TKH.shape[1]), jnp.float32) if kv_scales_2K is None else kv_scales_2K
     keys = block_pages(plan, plan.blocks.decode_keys) * plan.page_size
     num_items = ((decode_tiles.limit_I + keys - 1) // keys).sum()
     counts = jnp.stack(
         [decode_tiles.num_live, prefill_tiles.num_live, batch.q_starts_B[-1], num_items]
     )
+    ready = None
+    if plan.quantised:
+        turned_TKH = k_TKH if rope is None else queries_and_keys(q_TNH, k_TKH, rope)[1]
+        ready = new_rows(turned_TKH, v_TKH, pages_LSCH, kv_scales_2K)
     out, pages_LSCH = call(
         plan,
+        ends,
         counts.astype(jnp.int32),
         flat_tiles(decode_tiles),
         flat_tiles(prefill_tiles),
         batch.page_table_BM.reshape(-1),
         scales.reshape(-1),
-        query_rows(plan, q_TNH),
-        rows,
+        rows.make_sources(plan, ends, q_TNH, k_TKH, v_TKH, ready, rope),
         pages_LSCH,
         target,
     )
-    valid_T = jnp.arange(num_tokens) < batch.q_starts_B[-1]
-    out_TNH = result_heads(plan, out, q_TNH.shape)
-    return jnp.where(valid_T[:, None, None], out_TNH, 0), pages_LSCH
+    return rows.result_heads(plan, ends, out, num_tokens), pages_LSCH
 
 
 def make_plan(
@@ -114,7 +122,11 @@ def make_plan(
     if blocks is None:
         shape = (num_heads, num_kv_heads, q_TNH.shape[2], page_size, pages_LSCH.dtype.name)
         blocks = pick_blocks(*shape, target.chip)
-    blocks = fit(blocks, sizes, page_size, q_TNH.shape[0], target.chip)
+    num_tokens = q_TNH.shape[0]
+    blocks = fit(blocks, sizes, page_size, num_tokens, target.chip)
+    tile = blocks.prefill_rows // group
+    num_seqs, max_pages = batch.page_table_BM.shape
+    block_sizes.check_scalar_memory(num_seqs, max_pages, page_size, num_tokens, tile)
     # Twice the estimate, since what leaves the registers is not known before; all of VMEM would
     # keep XLA from fetching the next weights into the rest while the kernel runs.
     vmem_bytes = 2 * block_sizes.vmem_bytes(blocks, sizes, page_size)
@@ -141,67 +153,56 @@ def flat_tiles(tiles: Tiles) -> jax.Array:
     return jnp.concatenate(fields).astype(jnp.int32)
 
 
-def query_rows(plan: Plan, q_TNH: jax.Array) -> jax.Array:
-    """Queries as rows of 128 lanes: [T, part, head and group, 128], padded with zeros."""
-    num_tokens, num_heads, width = q_TNH.shape
-    group = num_heads // plan.num_kv_heads
-    q = q_TNH.reshape(num_tokens, plan.num_kv_heads, group, width)
-    q = jnp.pad(q, ((0, 0), (0, 0), (0, plan.group - group), (0, plan.width - width)))
-    q = q.reshape(num_tokens, plan.num_kv_heads * plan.group, plan.num_parts, NUM_LANES)
-    q = jnp.pad(q, ((0, 0), (0, plan.part_rows - q.shape[1]), (0, 0), (0, 0)))
-    return jnp.swapaxes(q, 1, 2).reshape(num_tokens, plan.query_rows, NUM_LANES)
-
-
-def result_heads(plan: Plan, rows: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """The inverse of `query_rows`."""
-    num_tokens, num_heads, width = shape
-    out = rows.reshape(num_tokens, plan.num_parts, plan.part_rows, NUM_LANES)
-    out = jnp.swapaxes(out, 1, 2)[:, : plan.num_kv_heads * plan.group]
-    out = out.reshape(num_tokens, plan.num_kv_heads, plan.group, plan.width)
-    return out[:, :, : num_heads // plan.num_kv_heads, :width].reshape(shape)
-
-
-@partial(jax.jit, static_argnames=("plan", "target"))
+@partial(jax.jit, static_argnames=("plan", "ends", "target"))
 def call(
     plan: Plan,
+    ends: Ends,
     counts: jax.Array,
     decode_tiles: jax.Array,
     prefill_tiles: jax.Array,
     table: jax.Array,
     scales: jax.Array,
-    q: jax.Array,
-    rows: jax.Array,
+    sources: Sources,
     pages: jax.Array,
     target: Target,
 ) -> tuple[jax.Array, jax.Array]:
     """The pallas_call; jitted, so that the layers of a model share one trace and one lowering."""
     # XLA would put small arrays into VMEM, where a copy is a loop of loads and stores.
-    hbm = pl.BlockSpec(memory_space=pltpu.HBM)
+    hbm, smem = (pl.BlockSpec(memory_space=x) for x in (pltpu.HBM, pltpu.SMEM))
+    given = sources.present()
+    specs = [pl.BlockSpec() if name in rows.NORMS else hbm for name in given]
+    arrays = list(given.values())
     if not target.interpret:
-        q, rows = (pltpu.with_memory_space_constraint(x, pltpu.HBM) for x in (q, rows))
-    smem = pl.BlockSpec(memory_space=pltpu.SMEM)
-    return pl.pallas_call(
-        lambda *refs: _kernel(plan, *refs),
+        for i, spec in enumerate(specs):
+            if spec is hbm:
+                arrays[i] = pltpu.with_memory_space_constraint(arrays[i], pltpu.HBM)
+    num_tokens, num_inputs = ends.num_tokens, 6 + len(arrays)
+    made = [] if plan.quantised else [pltpu.HBM((num_tokens, *pages.shape[2:]), pages.dtype)]
+    out, pages, *_ = pl.pallas_call(
+        lambda *refs: _kernel(plan, ends, tuple(given), *refs),
         name="paged_attention",
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=4,
             grid=(1,),
-            in_specs=[smem, hbm, hbm, hbm],
-            out_specs=[hbm, hbm],
-            scratch_shapes=_scratch(plan),
+            in_specs=[smem, *specs, hbm],
+            out_specs=[hbm] * (3 + len(made)),
+            scratch_shapes=_scratch(plan, ends, sources),
         ),
         out_shape=[
-            pltpu.HBM(q.shape, q.dtype),
+            pltpu.HBM((num_tokens, ends.num_heads * plan.width), plan.dtype),
             pltpu.HBM(pages.shape, pages.dtype),
+            pltpu.HBM((num_tokens, plan.query_rows, NUM_LANES), plan.dtype),
+            *made,
         ],
-        input_output_aliases={7: 1},
+        input_output_aliases={num_inputs - 1: 1},
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("arbitrary",),
             vmem_limit_bytes=plan.vmem_bytes,
             disable_bounds_checks=True,
         ),
         interpret=target.interpret,
-    )(counts, decode_tiles, prefill_tiles, table, scales, q, rows, pages)
+    )(counts, decode_tiles, prefill_tiles, table, scales, *arrays, pages)
+    return out, pages
 
 
 def block_pages(plan: Plan, keys: int) -> int:
@@ -210,7 +211,7 @@ def block_pages(plan: Plan, keys: int) -> int:
     return max(1, keys // unit) * unit // plan.page_size
 
 
-def _scratch(plan: Plan) -> list[Any]:
+def _scratch(plan: Plan, ends: Ends, sources: Sources) -> list[Any]:
     sizes, num_bufs = plan.blocks, plan.blocks.num_bufs
     pages = max(block_pages(plan, k) for k in (sizes.decode_keys, sizes.prefill_keys))
     keys, tile = pages * plan.page_size, sizes.prefill_rows // plan.group
@@ -228,40 +229,51 @@ def _scratch(plan: Plan) -> list[Any]:
         pltpu.SemaphoreType.DMA((num_bufs,)),
         pltpu.SemaphoreType.DMA((num_bufs,)),
         pltpu.SemaphoreType.DMA((1,)),
+        *rows.scratch(plan, ends, plan.dtype if sources.cos_TH is None else sources.cos_TH.dtype),
     ]
+
+
+class Scratch(NamedTuple):
+    """References of `_scratch` but for those of the ends."""
+
+    kv_bufs: Any
+    q_single: Any
+    out_single: Any
+    q_tile: Any
+    out_tile: Any
+    decode_logits: Any
+    decode_tops: Any
+    decode_totals: Any
+    decode_sums: Any
+    shifts: Any
+    totals: Any
+    sums: Any
+    landed: Any
+    kv_sems: Any
+    q_sems: Any
+    out_sems: Any
+    write_sem: Any
 
 
 def _kernel(
     plan: Plan,
+    ends: Ends,
+    names: tuple[str, ...],
     counts: Any,
     decode_flat: Any,
     prefill_flat: Any,
     table: Any,
     scales: Any,
-    q_hbm: Any,
-    rows_hbm: Any,
-    pages_in: Any,
-    out_hbm: Any,
-    pages_hbm: Any,
-    kv_bufs: Any,
-    q_single: Any,
-    out_single: Any,
-    q_tile: Any,
-    out_tile: Any,
-    decode_logits: Any,
-    decode_tops: Any,
-    decode_totals: Any,
-    decode_sums: Any,
-    shifts: Any,
-    totals: Any,
-    sums: Any,
-    landed: Any,
-    kv_sems: Any,
-    q_sems: Any,
-    out_sems: Any,
-    write_sem: Any,
+    *refs: Any,
 ) -> None:
-    del pages_in  # the same memory as pages_hbm
+    sources = rows.Sources(**dict(zip(names, refs, strict=False)))
+    _, out_hbm, pages_hbm, q_hbm, *others = refs[len(names) :]  # the pages come in and go out
+    if sources.rows_TCH is None:
+        rows_hbm, *others = others
+    else:
+        rows_hbm = sources.rows_TCH
+    own, ends_bufs = others[: len(Scratch._fields)], others[len(Scratch._fields) :]
+    bufs, ends_bufs = Scratch(*own), rows.Buffers(*ends_bufs)
 
     def factor(head: int) -> Any:
         return plan.scale * LOG2_E * scales[head]
@@ -274,24 +286,26 @@ def _kernel(
         return Stream(
             plan=plan,
             tiles=TileList(flat, num_tiles),
-            single=q_bufs is q_single,
+            single=q_bufs is bufs.q_single,
             block_pages=size,
             table=table,
             q_hbm=q_hbm,
-            out_hbm=out_hbm,
             pages_hbm=pages_hbm,
             q_bufs=q_bufs,
             out_bufs=out_bufs,
-            kv_bufs=kv_bufs.at[:, pl.ds(0, size * plan.page_size)],
-            q_sems=q_sems,
-            out_sems=out_sems,
-            kv_sems=kv_sems,
+            kv_bufs=bufs.kv_bufs.at[:, pl.ds(0, size * plan.page_size)],
+            q_sems=bufs.q_sems,
+            out_sems=bufs.out_sems,
+            kv_sems=bufs.kv_sems,
         )
 
-    singles = stream(decode_flat, counts[0], plan.blocks.decode_keys, q_single, out_single)
-    runs = stream(prefill_flat, counts[1], plan.blocks.prefill_keys, q_tile, out_tile)
+    singles = stream(
+        decode_flat, counts[0], plan.blocks.decode_keys, bufs.q_single, bufs.out_single
+    )
+    runs = stream(prefill_flat, counts[1], plan.blocks.prefill_keys, bufs.q_tile, bufs.out_tile)
+    rows.enter(plan, ends, counts[2], sources, q_hbm, rows_hbm, ends_bufs)
+    landed, sem = bufs.landed, bufs.write_sem.at[0]
     landed[0] = 0
-    sem = write_sem.at[0]
 
     @pl.loop(0, counts[0])
     def _(tile: Any) -> None:
@@ -316,10 +330,12 @@ def _kernel(
             pltpu.make_async_copy(written, written, sem).wait()
             landed[0] = 1
 
-    state = decode.State(decode_logits, decode_tops, decode_totals, decode_sums)
+    state = decode.State(bufs.decode_logits, bufs.decode_tops, bufs.decode_totals, bufs.decode_sums)
     decode.run(singles, counts[3], land, factor, value_scale, state)
     land()
-    prefill.run(runs, factor, value_scale, prefill.State(shifts, totals, sums))
+    state = prefill.State(bufs.shifts, bufs.totals, bufs.sums)
+    prefill.run(runs, factor, value_scale, state)
+    rows.leave(plan, ends, counts[2], q_hbm, out_hbm, ends_bufs)
 
 
 def _write(plan: Plan, stream: Stream, tile: Any, piece: Any, rows_hbm: Any, sem: Any) -> None:

@@ -69,7 +69,8 @@ class Stream:
         single: every tile is one token.
         block_pages: pages of a key block.
         table: flat page table in scalar memory.
-        q_hbm, out_hbm, pages_hbm: whole arrays.
+        q_hbm: all rows of queries; a tile's results take the place of its queries.
+        pages_hbm: all pages.
         q_bufs, out_bufs, kv_bufs: rings.
         q_sems, out_sems, kv_sems: their semaphores.
     """
@@ -80,7 +81,6 @@ class Stream:
     block_pages: int
     table: Any
     q_hbm: Any
-    out_hbm: Any
     pages_hbm: Any
     q_bufs: Any
     out_bufs: Any
@@ -181,7 +181,7 @@ class Stream:
         slot, size = ring(tile, self.out_bufs.shape[0]), self._rows(tile)
         return pltpu.make_async_copy(
             self.out_bufs.at[slot, pl.ds(0, size)],
-            self.out_hbm.at[pl.ds(self.tiles.row(tile), size)],
+            self.q_hbm.at[pl.ds(self.tiles.row(tile), size)],
             self.out_sems.at[slot],
         )
 

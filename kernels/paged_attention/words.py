@@ -9,6 +9,7 @@ JAX's interpreter cannot view a reference in another dtype. There the same words
 the buffer's value: `pltpu.bitcast` of a value and of a reference agree by definition.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -90,6 +91,22 @@ def unpack(words_XL: jax.Array, row: int, dtype: Any, out_dtype: Any) -> jax.Arr
         return signed.astype(jnp.float32).astype(out_dtype)
     byte_XL = (words_XL >> (8 * row)).astype(jnp.uint8)
     return pltpu.bitcast(byte_XL, dtype).astype(out_dtype)
+
+
+def pack(rows: Sequence[jax.Array], dtype: Any, *, interpreted: bool) -> jax.Array:
+    """Words [X, 128] whose rows are given as float32 values; the inverse of `unpack`.
+
+    Args:
+        rows: one [X, 128] for each row of a word.
+        dtype: float32 or bfloat16, to which they are rounded.
+        interpreted: static; JAX's interpreter does not know the TPU's operation.
+    """
+    if packing(dtype) == 1:
+        return rows[0].astype(dtype)
+    if not interpreted:
+        return pltpu.pack_elementwise(rows, packed_dtype=dtype)
+    low, high = (lax.bitcast_convert_type(r.astype(dtype), jnp.uint16) for r in rows)
+    return low.astype(jnp.uint32) | (high.astype(jnp.uint32) << 16)
 
 
 def pack_rows(rows: jax.Array) -> jax.Array:

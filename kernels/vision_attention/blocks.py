@@ -90,20 +90,22 @@ def pick_blocks(num_rows: int, num_heads: int, width: int, dtype: str, chip: Chi
 
 
 def formula(num_rows: int, num_heads: int, width: int, dtype: str, chip: Chip) -> Blocks:
-    """Eight heads at a time, or four with twice the queries; all keys in VMEM, or what fits.
+    """As many heads at a time as fit, up to 16; of few, twice the queries; all keys, or what fits.
 
-    See `pick_blocks`.
+    A visit of a key block fills the matrix units and drains them once, whatever the heads. Half as
+    many heads of float32, whose products take longer, to run and to compile. See `pick_blocks`.
     """
     size = min(512, round_up(num_rows, NUM_LANES))
     wanted = Blocks(
         queries=size,
         keys=size,
         tile=256 if size == 512 else size,
-        heads=next(n for n in range(8, 0, -1) if num_heads % n == 0),
+        heads=_divisor(num_heads, 32 // jnp.dtype(dtype).itemsize),
         chunk=round_up(num_rows, size),
     )
-    if wanted.heads > 4 and vmem_bytes(wanted, num_rows, width, dtype) > vmem_limit_bytes(chip):
-        wanted = replace(wanted, heads=next(n for n in (4, 3, 2, 1) if num_heads % n == 0))
+    for most in (8, 4):
+        if vmem_bytes(wanted, num_rows, width, dtype) > vmem_limit_bytes(chip):
+            wanted = replace(wanted, heads=_divisor(num_heads, min(most, wanted.heads)))
     if wanted.heads <= 4 and num_rows >= 4096:
         wanted = replace(wanted, queries=1024, chunk=round_up(num_rows, 1024))
     return fit(wanted, num_rows, width, dtype, chip)
@@ -118,11 +120,11 @@ def fit(blocks: Blocks, num_rows: int, width: int, dtype: str, chip: Chip) -> Bl
     limit_bytes = vmem_limit_bytes(chip)
     while (need_bytes := vmem_bytes(blocks, num_rows, width, dtype)) > limit_bytes:
         if blocks.heads > 4:
-            blocks = replace(blocks, heads=_smaller_divisor(blocks.heads))
+            blocks = replace(blocks, heads=_divisor(blocks.heads, blocks.heads - 1))
         elif blocks.chunk > max(_MIN_CHUNK, blocks.keys):
             blocks = replace(blocks, chunk=round_up(blocks.chunk // 2, blocks.keys))
         elif blocks.heads > 1:
-            blocks = replace(blocks, heads=_smaller_divisor(blocks.heads))
+            blocks = replace(blocks, heads=_divisor(blocks.heads, blocks.heads - 1))
         elif blocks.queries > NUM_LANES:
             size = round_up(blocks.queries // 2, NUM_LANES)
             blocks = Blocks(queries=size, keys=size, tile=size, heads=1, chunk=size)
@@ -135,5 +137,6 @@ def fit(blocks: Blocks, num_rows: int, width: int, dtype: str, chip: Chip) -> Bl
     return blocks
 
 
-def _smaller_divisor(value: int) -> int:
-    return next(n for n in range(value - 1, 0, -1) if value % n == 0)
+def _divisor(value: int, most: int) -> int:
+    """The largest divisor that is at most `most`."""
+    return next(n for n in range(most, 0, -1) if value % n == 0)

@@ -74,7 +74,7 @@ def packed(
     values_NWP = jnp.concatenate([jnp.transpose(v_PNH, (1, 2, 0)), ones_N1P], axis=1)
     bounds_2P = jnp.pad(jnp.where(valid_P, bounds_2P, 0), ((0, 0), (0, pad)))
     factor = scale * _LOG2_E
-    out_NHP = _call(
+    out_NHP = call(
         key_ranges(bounds_2P, blocks),
         jnp.pad(jnp.swapaxes(q_PNH, 0, 1), ((0, 0), (0, pad), (0, lanes - width))),
         jnp.pad(jnp.swapaxes(k_PNH, 0, 1), ((0, 0), (0, pad), (0, lanes - width))),
@@ -89,7 +89,7 @@ def packed(
     return jnp.transpose(out_NHP[:, :, :num_rows], (2, 0, 1))
 
 
-def _call(
+def call(
     ranges: Ranges,
     q_NPH: jax.Array,
     k_NPH: jax.Array,
@@ -102,6 +102,7 @@ def _call(
     target: Target,
     blocks: Blocks,
 ) -> jax.Array:
+    """The pallas_call: padded and transposed operands, transposed results [N, H, P]."""
     num_heads, num_rows, lanes = q_NPH.shape
     rows = values_NWP.shape[1]
     heads, queries, chunk, block = blocks.heads, blocks.queries, blocks.chunk, pl.BlockSpec

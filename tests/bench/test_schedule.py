@@ -1,5 +1,6 @@
 """The reader of the compiler's schedules: on a schedule written by hand, and on a live compile."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -113,9 +114,23 @@ def test_names_come_only_from_the_same_program() -> None:
     for region in kernel.regions:
         region.labels = ()
     assert schedule.with_labels(kernel, named).regions[3].labels == ("full_block",)
+    other_trips = read()
+    other_trips.regions[1].trips = 7
+    with pytest.raises(ValueError, match="4 regions, but 4 with named scopes kept"):
+        schedule.with_labels(read(), other_trips)
+    unknown = read()
+    unknown.regions[1].trips = None
+    assert schedule.with_labels(unknown, read()).regions[1].trips == 6
     other = replace(named, regions=named.regions[:3])
     with pytest.raises(ValueError, match="4 regions, but 3 with named scopes kept"):
         schedule.with_labels(read(), other)
+
+
+def test_a_profile_survives_json() -> None:
+    kernel = schedule.with_labels(read(), read())
+    found = schedule.from_json(json.loads(json.dumps(schedule.to_json(kernel))))
+    assert found == kernel
+    assert found.cycles(COUNTS) == kernel.cycles(COUNTS)
 
 
 def test_the_table_names_each_region() -> None:

@@ -1,7 +1,6 @@
 """What must hold in every rendered overlay: each rule returns what is wrong, [] when nothing is."""
 
 import dataclasses
-import inspect
 from collections.abc import Callable, Mapping
 from typing import TypeVar
 
@@ -20,7 +19,6 @@ from tpu_vl.flags import (
 from tpu_vl.precompile.executables import READY
 from tpu_vl.precompile.targets import parse_target
 from tpu_vl.server.routes import Routes
-from tpu_vl.server.serve import run_server
 from tpu_vl.server.state import ServerState
 
 Rule = Callable[[Manifests], list[str]]
@@ -187,7 +185,7 @@ def probes(m: Manifests) -> list[str]:
 
 def drains(m: Manifests) -> list[str]:
     """The grace period holds preStop, the server's own drain and its end."""
-    drain_s = inspect.signature(run_server).parameters["drain_s"].default
+    drain_s = _flags(m, m.server.container("server"), ServeFlags).shutdown_timeout_s
     hook = m.server.container("server").get("lifecycle", {}).get("preStop", {})
     before_s = hook.get("sleep", {}).get("seconds", 0)
     grace_s = m.server.pod.get("terminationGracePeriodSeconds", 30)

@@ -80,6 +80,7 @@ FAULTS: list[tuple[rules.Rule, Callable[[Manifests], object]]] = [
     (rules.probes, lambda m: _server(m)["startupProbe"].update(failureThreshold=20)),
     (rules.probes, lambda m: _server(m).pop("readinessProbe")),
     (rules.drains, _set(lambda m: m.server.pod, terminationGracePeriodSeconds=45)),
+    (rules.drains, lambda m: _server(m)["args"].append("--shutdown-timeout=61")),
     (rules.drains, lambda m: _server(m).pop("lifecycle")),
     (
         rules.traffic_reaches_servers_alone,

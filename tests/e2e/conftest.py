@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from tests.e2e.media import Pool
-from tpu_vl import launch
+from tpu_vl import launch, prepare
 from tpu_vl.engine.engine import EngineThread
 from tpu_vl.engine.scheduler import Scheduler
 from tpu_vl.flags import ServeFlags
@@ -63,7 +63,12 @@ def serve_in_thread(flags: ServeFlags) -> tuple[Served, threading.Thread]:
     """Starts the server of these flags and waits until it is ready."""
     plan = launch.make_plan(flags)
     config = launch.server_config(flags, plan)
-    server = Server(config, lambda state: launch.load(flags, plan, state))
+    store = prepare.open_store(plan, flags)
+    server = Server(
+        config,
+        lambda state: launch.load(flags, plan, store, state),
+        drain_s=flags.shutdown_timeout_s,
+    )
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     deadline = time.monotonic() + 500

@@ -85,6 +85,7 @@ def refusal(folder: Path, *arguments: str) -> list[str]:
         finally:
             logging.getLogger().removeHandler(handler)
     assert code == 2
+    assert not [line for line in records if "listening" in line]
     return records
 
 

@@ -12,7 +12,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from tpu_vl.config import EngineConfig
 from tpu_vl.engine import sampling
-from tpu_vl.engine.layout import MAX_LOGPROBS, PROMPT_BIT, SampleRows, sample_layout
+from tpu_vl.engine.layout import (
+    MAX_LOGPROBS,
+    NO_TOKEN,
+    PROMPT_BIT,
+    SampleRows,
+    sample_layout,
+)
 from tpu_vl.mesh import MODEL, make_mesh
 
 V, R, SUPPRESSED = 23, 512, (5, 11)
@@ -27,7 +33,7 @@ CONFIG = EngineConfig(
     token_capacities=(R,),
 )
 _sample = jax.jit(partial(sampling.sample, suppressed=SUPPRESSED))
-_supported = jax.jit(sampling._supported)
+_support_bound = jax.jit(sampling._support_bound)
 
 
 def rows_of(**values) -> SampleRows:
@@ -81,7 +87,7 @@ def test_support_is_that_of_a_sorted_reference(values, top_k, top_p, min_p, temp
     logits = np.asarray(values, np.float32) / 4
     rows = rows_of(top_k_R=top_k, top_p_R=top_p, min_p_R=min_p)
     scaled = np.broadcast_to((logits - logits.max()) / np.float32(temperature), (R, V))
-    kept = np.isfinite(np.asarray(_supported(jnp.asarray(scaled), rows)))
+    kept = scaled >= np.asarray(_support_bound(jnp.asarray(scaled), rows))[:, None]
     expected = reference_support(logits, temperature, top_k, top_p, min_p) > 0
     assert (kept == expected).all()
 
@@ -203,6 +209,26 @@ def test_bias_applies_to_biased_rows_only_and_stops_wait_for_min_tokens():
     stops = np.full((R, 16), np.iinfo(np.int32).max, np.int32)
     stops[:, 0] = best
     assert set(np.asarray(run(LOGITS, stop_ids_RS=stops).token_R)) == {second}
+
+
+def test_stops_and_biases_of_every_row_apply_to_it_alone():
+    rng = np.random.default_rng(5)
+    num_entries = 6
+    slot = rng.permutation(R)
+    stops = np.where(rng.random((R, 16)) < 0.1, rng.integers(0, V, (R, 16)), NO_TOKEN)
+    biased = rng.integers(0, 2, R)
+    ids = rng.integers(0, V, (R, num_entries)).astype(np.int32)  # duplicates add up
+    values = rng.normal(0, 3, (R, num_entries)).astype(np.float32)
+    values[np.arange(num_entries) >= rng.integers(0, num_entries, (R, 1))] = 0
+    logits_RV = rng.normal(0, 2, (R, V)).astype(np.float32)
+    expected = logits_RV.copy()
+    for i in range(R):
+        expected[i, stops[i][stops[i] != NO_TOKEN]] = -np.inf
+        if biased[i]:
+            np.add.at(expected[i], ids[slot[i]], values[slot[i]])
+    rows = rows_of(slot_R=slot, stop_ids_RS=stops, biased_R=biased)
+    found = jax.jit(sampling._adjusted)(logits_RV, rows, ids, values)
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_logprobs_are_of_the_raw_distribution_and_the_first_is_the_greedy_token():

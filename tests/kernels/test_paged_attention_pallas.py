@@ -200,9 +200,35 @@ def test_what_cannot_fit_is_refused_with_the_numbers() -> None:
         blocks.fit(BLOCKS, wide, 256, 4096, CHIPS["v5p"])
 
 
+def test_tiles_beyond_128_tokens_are_for_steps_of_many() -> None:
+    chip, wanted = CHIPS["v6e"], blocks.formula(32, 8, 128, "bfloat16", CHIPS["v6e"])
+    assert wanted.prefill_rows == 1024
+    assert blocks.formula(32, 8, 128, "bfloat16", CHIPS["v5e"]).prefill_rows == 512
+    tokens_of = {1024: 256, 1023: 128, 512: 128, 64: 64}
+    few_heads = replace(SIZES, num_kv_heads=8, query_rows=32, num_rows=16)
+    for num_tokens, tile in tokens_of.items():
+        found = blocks.fit(wanted, few_heads, 16, num_tokens, chip)
+        assert found.prefill_rows // SIZES.group == tile, num_tokens
+    grouped = replace(few_heads, group=16)
+    wide = blocks.formula(64, 4, 128, "bfloat16", chip)
+    assert blocks.fit(wide, grouped, 16, 128, chip).prefill_rows // 16 == 128
+
+
+def test_a_page_table_beyond_scalar_memory_is_refused_before_tracing() -> None:
+    case = replace(CASES["mixed"], num_seqs=64, max_pages=4032)
+    inputs = make_inputs(replace(case, max_pages=64), implementation="pallas")
+    q, k, v, pages, _, starts, lens = inputs
+    words = r"64 sequences of 4032 pages of 8 tokens take 1032192 bytes.*--block-size"
+    table = jnp.zeros((case.num_seqs, case.max_pages), jnp.int32)
+    with pytest.raises(ValueError, match=words):
+        attend_tpu(q, k, v, pages, table, starts, lens)
+    blocks.check_scalar_memory(64, 4000, 8, 96, 64)
+
+
 def test_the_table_goes_before_the_formula(monkeypatch: pytest.MonkeyPatch) -> None:
     shape = (8, 2, 128, 64, "bfloat16")
-    assert blocks.pick_blocks(*shape, CHIPS["v6e"]) == blocks.formula(2, 128, "bfloat16")
+    by_formula = blocks.formula(8, 2, 128, "bfloat16", CHIPS["v6e"])
+    assert blocks.pick_blocks(*shape, CHIPS["v6e"]) == by_formula
     monkeypatch.setitem(blocks.TABLE, ("v6e", *shape), (128, 256, 512, 3))
     found = blocks.pick_blocks(*shape, CHIPS["v6e"])
     assert (found.decode_keys, found.prefill_keys, found.num_bufs) == (128, 256, 3)

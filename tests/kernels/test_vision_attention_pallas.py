@@ -20,6 +20,7 @@ from tpu_vl.kernels.interpret import target
 from tpu_vl.kernels.vision_attention import api, pallas_tpu, reference
 from tpu_vl.kernels.vision_attention.blocks import (
     Blocks,
+    formula,
     padded_rows,
     pick_blocks,
     vmem_bytes,
@@ -228,6 +229,14 @@ def test_blocks_of_real_shapes_fit_and_divide(name: str, chip: str) -> None:
     longest = max(blocks.queries, blocks.keys)
     assert padded_rows(case.num_rows, blocks) % longest == 0
     assert padded_rows(case.num_rows, blocks) - case.num_rows < longest
+
+
+def test_as_many_heads_as_fit_share_a_step() -> None:
+    heads = {chip: formula(4096, 16, 72, "bfloat16", CHIPS[chip]).heads for chip in CHIPS}
+    assert heads == {"v5e": 16, "v5p": 8, "v6e": 16, "tpu7x": 8}
+    assert formula(4096, 12, 72, "bfloat16", CHIPS["v6e"]).heads == 12
+    few = formula(4096, 4, 72, "bfloat16", CHIPS["v6e"])
+    assert (few.heads, few.queries) == (4, 1024)
 
 
 def small_chip(vmem_bytes_: int) -> Any:

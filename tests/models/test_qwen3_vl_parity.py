@@ -103,8 +103,9 @@ def test_training_path_equals_serving(runner: Runner, reference: Any) -> None:
     cfg, text = runner.cfg, runner.params.text
     segments_T = jnp.zeros(len(prompt.ids), jnp.int32)
 
-    def attend(q: Any, k: Any, v: Any, state: None) -> tuple[Any, None]:
-        return ops.causal_attention(q, k, v, segments_T, scale=cfg.text.head_dim**-0.5), state
+    def attend(q: Any, k: Any, v: Any, rope: Any, state: None) -> tuple[Any, None]:
+        scale = cfg.text.head_dim**-0.5
+        return ops.causal_attention(q, k, v, rope, segments_T, scale=scale), state
 
     def forward(text: Any, pool: Any) -> Any:
         hidden, _ = qwen3_vl.text_layers(

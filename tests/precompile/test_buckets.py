@@ -21,7 +21,7 @@ FRAME_COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 384, 512, 768)
 
 
 def served_plan(top: int = 65_536, num_shards: int = 4, num_bins: int = 1) -> buckets.PatchPlan:
-    return buckets.patch_plan(top, 1_024, num_shards, 2, num_bins=num_bins, row_steps=(8, 4))
+    return buckets.patch_plan(top, 1_024, num_shards, 2, num_bins=num_bins, row_steps=4)
 
 
 @given(st.integers(1, 512), st.integers(0, 16_384))
@@ -48,18 +48,22 @@ def test_capacities_split_over_devices_and_bins(
     frame: int, block: int, shards: int, data: bool
 ) -> None:
     bins = shards if data else 1
-    plan = buckets.patch_plan(frame, block, shards, 2, num_bins=bins, row_steps=(8, 4))
+    plan = buckets.patch_plan(frame, block, shards, 2, num_bins=bins, row_steps=4)
     assert plan.max_frame_patches >= frame
     assert list(plan.capacities) == sorted(set(plan.capacities))
+    smallest_call = 0
     for capacity, steps in zip(plan.capacities, plan.row_steps, strict=True):
         assert capacity % (shards * 4) == 0, "merge groups whole on every device"
         assert capacity // bins % block == 0, "whole blocks in every bin"
-        assert steps == (8 if capacity // bins == block else 4)
         assert block // steps % 4 == 0, "merge groups whole in a block's part"
+        assert steps == 4 or block // steps <= smallest_call / 16, "padding is a sixteenth at most"
+        assert steps == 1 or 2 * block // steps > smallest_call / 16, "no code for less than that"
+        smallest_call = capacity // bins
 
 
 def test_four_capacities_cover_the_largest_frame() -> None:
     assert served_plan().capacities == (1_024, 4_096, 16_384, 65_536)
+    assert served_plan().row_steps == (4, 4, 4, 1)
     assert served_plan(num_bins=4).capacities == (4_096, 16_384, 65_536, 262_144)
 
 
@@ -168,7 +172,7 @@ def test_padding_is_an_eighth_at_most(name: str, shards: int) -> None:
 def test_padding_counts_blocks_not_capacities() -> None:
     one = [traffic.Sent("image", 640, 480, 1)]  # 1200 patches
     for steps, rows in ((1, 2_048), (4, 1_280)):
-        plan = buckets.patch_plan(65_536, 1_024, 1, 2, row_steps=(steps, steps))
+        plan = buckets.patch_plan(65_536, 1_024, 1, 2, row_steps=steps)
         share = buckets.padding_share(one, plan, PROCESSOR, ATTENTION_PATCHES)
         assert math.isclose(share.linear, 1 - 1_200 / rows)
         # Five blocks of 256 queries visit five of keys.

@@ -1,6 +1,7 @@
 """The store of executables: round trip, damage, trust, several writers, read-only mounts."""
 
 import hashlib
+import itertools
 import json
 import logging
 import os
@@ -19,6 +20,7 @@ import pytest
 
 from tpu_vl.errors import ConfigError
 from tpu_vl.mesh import make_mesh, replicated
+from tpu_vl.precompile import compile as compiling
 from tpu_vl.precompile.compile import Progress, compile_all, compile_program, store_all
 from tpu_vl.precompile.executables import READY, AbsentError, Store, UnusableError
 from tpu_vl.precompile.folder import Folder, open_folder
@@ -347,6 +349,27 @@ def test_a_failing_program_stops_the_others() -> None:
     with pytest.raises(ValueError, match="as planned"):
         compile_all(programs, None, lambda p: seen.append(p.name), num_threads=1)
     assert len(seen) < 20
+
+
+def test_the_longest_program_starts_first_and_the_rest_is_estimated_from_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = itertools.chain([0.0], itertools.repeat(6.0))
+    monkeypatch.setattr(compiling.time, "monotonic", lambda: next(clock))
+    started: list[str] = []
+    monkeypatch.setattr(compiling, "compile_program", lambda p: started.append(p.name))
+    programs = [make_program(f"double/{i}") for i in range(3)]
+    left = {"double/0": 1.0, "double/1": 6.0, "double/2": 3.0}
+    seen: list[Progress] = []
+    compile_all(programs, None, seen.append, expected_s=dict(left), num_threads=1)
+    assert started == ["double/1", "double/2", "double/0"]
+    for p in seen:
+        del left[p.name]
+        ahead = sum(left.values())
+        assert p.remaining_s == pytest.approx(6.0 / (10.0 - ahead) * ahead)
+    started.clear()
+    compile_all(programs, None, seen.append, num_threads=1)
+    assert started == [p.name for p in programs]
 
 
 def test_the_digest_of_a_file_is_over_key_name_and_content(folder: Folder) -> None:

@@ -1,8 +1,11 @@
 """The key: what changes it, what does not, and that a TPU host makes the one that was compiled."""
 
+import ast
 import dataclasses
 import json
 import os
+import re
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +23,7 @@ from tpu_vl.precompile import key as keys
 from tpu_vl.precompile.compile import lower_program
 from tpu_vl.sized import SizedModel, list_programs, size_model
 
+PACKAGE = keys._package()
 FLAGS = SizeFlags(max_num_seqs=4, max_num_batched_tokens=16, max_frame_patches=1024)
 
 
@@ -100,20 +104,90 @@ def test_other_flags_change_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
             assert keys.key_of(fields()) != before
 
 
-def test_sources_change_the_key(tmp_path: Path) -> None:
-    (tmp_path / "a.py").write_text("x = 1")
-    before = keys.source_digest((tmp_path,))
-    assert keys.source_digest((tmp_path / "a.py",)) != before, "the name counts"
-    (tmp_path / "a.py").write_text("x = 2")
-    assert keys.source_digest((tmp_path,)) != before
+@pytest.fixture
+def package(tmp_path: Path) -> Path:
+    """A copy of the package's sources, one tree as in a wheel."""
+    kept = shutil.ignore_patterns("__pycache__", "checkpoint", "media", "page")
+    return Path(shutil.copytree(PACKAGE, tmp_path / "tpu_vl", ignore=kept))
 
 
-def test_the_real_sources_are_found() -> None:
-    found = {root.name: root for root in keys._source_roots()}
-    for name in ("models", "engine", "kernels", "precompile"):
-        assert any(found[name].rglob("*.py")), name
-    assert found["tree.py"].is_file()
-    assert found["mesh.py"].is_file()
+def edit(package: Path, name: str) -> str:
+    """The digest with one more line in a file."""
+    path = package / name
+    before = path.read_bytes()
+    path.write_bytes(before + b"# changed\n")
+    digest = keys.source_digest(package)
+    path.write_bytes(before)
+    return digest
+
+
+def test_the_sources_of_programs_change_the_key_and_others_do_not(package: Path) -> None:
+    before = keys.source_digest(package)
+    assert before == keys.source_digest(PACKAGE) == fields()["sources"]
+    programs = {
+        *(f"models/{p.name}" for p in (package / "models").glob("*.py")),
+        *(p.relative_to(package).as_posix() for p in package.glob("kernels/*/pallas_tpu.py")),
+        *(p.relative_to(package).as_posix() for p in package.glob("kernels/*/reference.py")),
+        "kernels/__init__.py",
+        "precompile/programs.py",
+        "engine/steps.py",
+        "engine/sampling.py",
+        "engine/layout.py",
+        "engine/state.py",
+        "mesh.py",
+        "tree.py",
+        "config.py",
+    }
+    assert len(programs) > 15
+    for name in programs:
+        assert edit(package, name) != before, name
+    for name in (
+        "precompile/plan.py",
+        "precompile/program_sizes.py",
+        "precompile/buckets.py",
+        "engine/scheduler.py",
+        "planning.py",
+        "cli.py",
+        "server/app.py",
+    ):
+        assert edit(package, name) == before, name
+
+
+def test_a_new_import_and_a_new_name_change_the_key(package: Path) -> None:
+    digests = {keys.source_digest(package)}
+    (package / "extra.py").write_text("x = 1\n")
+    assert keys.source_digest(package) in digests, "nothing imports it"
+    mesh = package / "mesh.py"
+    mesh.write_text(mesh.read_text() + "\ndef late():\n    from tpu_vl.extra import x\n")
+    digests.add(keys.source_digest(package))
+    (package / "extra.py").write_text("x = 2\n")
+    digests.add(keys.source_digest(package))
+    (package / "extra.py").rename(package / "other.py")
+    mesh.write_text(mesh.read_text().replace("tpu_vl.extra", "tpu_vl.other"))
+    digests.add(keys.source_digest(package))
+    assert len(digests) == 4
+
+
+def test_imports_can_be_read_from_the_sources() -> None:
+    """Whatever makes a program says so in a plain import."""
+    for name, body in keys._sources(PACKAGE, keys.PROGRAM_ROOTS).items():
+        for node in ast.walk(ast.parse(body)):
+            assert not (isinstance(node, ast.ImportFrom) and node.level), f"{name}: relative"
+            if isinstance(node, ast.Name | ast.Attribute):
+                called = node.id if isinstance(node, ast.Name) else node.attr
+                assert called not in ("__import__", "import_module"), f"{name}: {called}"
+
+
+def test_every_line_that_a_program_was_traced_from_is_in_the_key() -> None:
+    model = size_model(FLAGS, open_checkpoint(None), make_mesh(1))
+    traced = set()
+    for program in list_programs(model):
+        text = lower_program(program).as_text(debug_info=True)
+        traced |= set(re.findall(r'loc\("([^"]+\.py)"', text))
+    ours = {Path(f).resolve() for f in traced if not {"site-packages", "tests"} & {*Path(f).parts}}
+    known = {(PACKAGE / name).resolve() for name in keys._sources(PACKAGE, keys.PROGRAM_ROOTS)}
+    assert len(ours) > 8
+    assert ours <= known
 
 
 def test_differences_show_where_values_part() -> None:

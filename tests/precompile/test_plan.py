@@ -213,8 +213,9 @@ def test_a_compiled_plan_reports_the_compiler(monkeypatch: pytest.MonkeyPatch) -
         )
         return SimpleNamespace(memory_analysis=lambda: analysis, as_text=lambda: name)
 
-    def compile_all(listed: Any, store: Any, progress: Any) -> Any:
+    def compile_all(listed: Any, store: Any, progress: Any, expected_s: Any) -> Any:
         assert store is None
+        assert {p.name for p in listed} == set(expected_s)
         for done, program in enumerate(listed, 1):
             progress(Progress(program.name, done, len(listed), 2.0, True, 0.0))
         return {program.name: compiled(program.name) for program in listed}

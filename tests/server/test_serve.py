@@ -23,10 +23,10 @@ from tpu_vl.errors import ConfigError
 from tpu_vl.server.serve import Server, run_server
 
 
-def start(load):
+def start(load, drain_s=5):
     """A server in a thread whose `load` is given, once its port answers."""
     config = server_config(port=free_port())
-    server = Server(config, load, drain_s=5)
+    server = Server(config, load, drain_s=drain_s)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     wait_until(lambda: server.started, 10)
@@ -75,19 +75,34 @@ def test_running_answers_end_before_the_server_does():
     assert not thread.is_alive()
 
 
+def test_an_answer_that_outlasts_the_limit_is_cut():
+    engine = ScriptedEngine(say("a " * 500, per_token_s=0.05))
+    server, thread, client = start(lambda _: loaded_model(engine), drain_s=1)
+    with client:
+        wait_until(lambda: client.get("/health").status_code == 200)
+        hello = {"messages": [{"role": "user", "content": "x"}], "stream": True}
+        with client.stream("POST", "/v1/chat/completions", json=hello) as response:
+            lines = response.iter_lines()
+            next(lines)
+            server.handle_exit(signal.SIGTERM, None)
+            thread.join(10)
+            assert not thread.is_alive()
+    assert engine.aborted
+
+
 def test_a_model_that_does_not_load_ends_the_server_with_its_error():
     def load(_):
         raise ConfigError("no such folder; check --model")
 
     with pytest.raises(ConfigError, match="check --model"):
-        run_server(server_config(port=free_port()), load)
+        run_server(server_config(port=free_port()), load, drain_s=5)
 
 
 def test_a_port_that_is_taken_is_named():
     with listening(say("a")) as (url, _, _):
         port = int(url.rpartition(":")[2])
         with pytest.raises(ConfigError, match=f"{port}; change --host or --port"):
-            run_server(server_config(port=port), lambda _: loaded_model(ScriptedEngine(say("a"))))
+            run_server(server_config(port=port), lambda _: pytest.fail("loaded"), drain_s=5)
 
 
 @pytest.fixture(scope="module")

@@ -153,7 +153,7 @@ def test_patches_lie_over_the_devices_in_whole_merge_groups(mode: str) -> None:
 def test_every_program_splits_its_patches_evenly(num_shards: int, data: bool) -> None:
     cfg = model.model_config(num_shards, "data" if data else "weights")
     bins = FAMILY.geometry(cfg).num_bins
-    plan = buckets.patch_plan(4_096, 64, num_shards, 2, num_bins=bins, row_steps=(4, 2))
+    plan = buckets.patch_plan(4_096, 64, num_shards, 2, num_bins=bins, row_steps=4)
     sizes = replace(
         engine_config(num_shards, "data" if data else "weights"),
         patch_capacities=plan.capacities,

@@ -100,8 +100,8 @@ def _logits(
     pool_MJD = qwen3_vl.tower(params.vision, inputs, cfg=cfg, backend=backend)
     scale = cfg.text.head_dim**-0.5
 
-    def attend(q: jax.Array, k: jax.Array, v: jax.Array, state: None) -> tuple[jax.Array, None]:
-        return ops.causal_attention(q, k, v, row.segments_GT, scale=scale), state
+    def attend(q: Any, k: Any, v: Any, rope: Any, state: None) -> tuple[jax.Array, None]:
+        return ops.causal_attention(q, k, v, rope, row.segments_GT, scale=scale), state
 
     hidden_TD, _ = qwen3_vl.text_layers(
         params.text,

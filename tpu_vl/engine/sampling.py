@@ -18,13 +18,16 @@ from tpu_vl.tree import pytree
 _SEARCH_BITS = 2
 """Bits of the threshold settled per pass over the logits."""
 
+_LOWEST = 0x007F_FFFF
+"""The place of -inf in the order of all floats."""
+
 
 @pytree
 class SampleOutputs:
     """The tokens of a step, one row per sampled sequence.
 
     Args:
-        token_R: int32 the tokens; -1 where the row's logits are not finite.
+        token_R: int32 the tokens; -1 where the row's largest logit is not finite.
         logprob_R: float32 log-probability of the token; 0 where nobody asked.
         top_token_RA: int32 [R, MAX_LOGPROBS] likeliest tokens, likeliest first.
         top_logprob_RA: float32 their log-probabilities.
@@ -63,28 +66,21 @@ def sample(
     """
     for token in suppressed:
         logits_RV = jnp.where(_ids(logits_RV) == token, -jnp.inf, logits_RV)
-    top_R = jnp.max(logits_RV, axis=-1)
-    finite_R = jnp.isfinite(top_R) & ~jnp.any(jnp.isnan(logits_RV), axis=-1)
-    shaped_RV = _without_early_stops(logits_RV, rows)
-    shaped_RV = _biased(shaped_RV, rows, bias_id_BZ, bias_value_BZ)
+    shaped_RV = _adjusted(logits_RV, rows, bias_id_BZ, bias_value_BZ)
     shaped_RV = _penalised(shaped_RV, rows, counts_BV)
-    greedy_R = jnp.argmax(shaped_RV, axis=-1).astype(jnp.int32)
+    top_R, greedy_R = _best(shaped_RV)
     token_R = jax.lax.cond(
         jnp.any(rows.temperature_R > 0),
-        lambda: jnp.where(rows.temperature_R > 0, _drawn(shaped_RV, rows), greedy_R),
+        lambda: jnp.where(rows.temperature_R > 0, _drawn(shaped_RV, top_R, rows), greedy_R),
         lambda: greedy_R,
     )
     logprob_R, top_token_RA, top_logprob_RA = _logprobs(logits_RV, token_R, rows)
     return SampleOutputs(
-        token_R=jnp.where(finite_R, token_R, -1),
+        token_R=jnp.where(jnp.isfinite(top_R), token_R, -1),
         logprob_R=logprob_R,
         top_token_RA=top_token_RA,
         top_logprob_RA=top_logprob_RA,
     )
-
-
-def _row_index(array_RX: jax.Array) -> jax.Array:
-    return jnp.arange(array_RX.shape[0], dtype=jnp.int32)[:, None]
 
 
 def _ids(logits_RV: jax.Array) -> jax.Array:
@@ -92,31 +88,69 @@ def _ids(logits_RV: jax.Array) -> jax.Array:
     return jnp.arange(logits_RV.shape[1], dtype=jnp.int32)[None]
 
 
-def _without_early_stops(logits_RV: jax.Array, rows: SampleRows) -> jax.Array:
-    def remove(i: jax.Array, logits_RV: jax.Array) -> jax.Array:
-        stop_R1 = jax.lax.dynamic_slice_in_dim(rows.stop_ids_RS, i, 1, axis=1)
-        return jnp.where(_ids(logits_RV) == stop_R1, -jnp.inf, logits_RV)
+def _best(logits_RV: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Each row's largest value and the lowest id that has it, in one pass; a NaN is the largest."""
 
-    num_stops = jnp.max(jnp.sum(rows.stop_ids_RS != NO_TOKEN, axis=1, dtype=jnp.int32))
-    return jax.lax.fori_loop(0, num_stops, remove, logits_RV)
+    def better(x: tuple[jax.Array, ...], y: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        (value, index), (other, other_index) = x, y
+        larger = (value > other) | jnp.isnan(value)
+        first = larger | ((value == other) & (index < other_index))
+        return jnp.where(larger, value, other), jnp.where(first, index, other_index)
+
+    ids_RV = jnp.broadcast_to(_ids(logits_RV), logits_RV.shape)
+    start = (jnp.float32(-jnp.inf), jnp.int32(NO_TOKEN))
+    value_R, index_R = jax.lax.reduce((logits_RV, ids_RV), start, better, (1,))
+    return value_R, index_R
 
 
-def _biased(
+def _adjusted(
     logits_RV: jax.Array, rows: SampleRows, bias_id_BZ: jax.Array, bias_value_BZ: jax.Array
 ) -> jax.Array:
-    def add() -> jax.Array:
-        id_RZ = jnp.take(bias_id_BZ, rows.slot_R, axis=0, mode="clip")
-        value_RZ = jnp.take(bias_value_BZ, rows.slot_R, axis=0, mode="clip")
-        value_RZ = jnp.where(rows.biased_R[:, None] > 0, value_RZ, 0.0)
-        return logits_RV.at[_row_index(id_RZ), id_RZ].add(value_RZ, mode="drop")
+    """Without the stops that come too early, and with logit_bias: a pass for every entry of the
+    row that has most."""
+    chosen_RB = _chosen_slots(rows, rows.biased_R, bias_id_BZ.shape[0])
+    biased_B1 = jnp.any(chosen_RB, axis=0)[:, None]
+    num_stops = _num_used(rows.stop_ids_RS != NO_TOKEN)
+    num_biases = _num_used(biased_B1 & (bias_value_BZ != 0))
 
-    return jax.lax.cond(jnp.any(rows.biased_R > 0), add, lambda: logits_RV)
+    def of_rows(values_BZ: jax.Array, column: jax.Array) -> jax.Array:
+        values_B = jax.lax.dynamic_index_in_dim(values_BZ, column, axis=1, keepdims=False)
+        return jnp.sum(jnp.where(chosen_RB, values_B, 0), axis=1, dtype=values_B.dtype)
+
+    def add(i: jax.Array, logits_RV: jax.Array) -> jax.Array:
+        stop_R = jax.lax.dynamic_index_in_dim(rows.stop_ids_RS, i, axis=1, keepdims=False)
+        column = jnp.maximum(i - num_stops, 0)
+        is_stop = i < num_stops
+        id_R = jnp.where(is_stop, stop_R, of_rows(bias_id_BZ, column))
+        value_R = jnp.where(is_stop, -jnp.inf, of_rows(bias_value_BZ, column))
+        is_entry_RV = _ids(logits_RV) == id_R[:, None]
+        return jnp.where(is_entry_RV, logits_RV + value_R[:, None], logits_RV)
+
+    return jax.lax.fori_loop(0, num_stops + num_biases, add, logits_RV)
+
+
+def _num_used(used_XZ: jax.Array) -> jax.Array:
+    """Columns up to the last one that any row uses."""
+    end_Z = jnp.arange(1, used_XZ.shape[1] + 1, dtype=jnp.int32)
+    return jnp.max(jnp.where(used_XZ, end_Z, 0))
+
+
+def _chosen_slots(rows: SampleRows, wanted_R: jax.Array, num_slots: int) -> jax.Array:
+    """[R, B] where the row's slot is, in the rows that want it: products and sums with it are
+    exact, and gathers of rows from wide arrays copy them first."""
+    slots_B = jnp.arange(num_slots, dtype=jnp.int32)
+    return (rows.slot_R[:, None] == slots_B) & (wanted_R[:, None] > 0)
 
 
 def _penalised(logits_RV: jax.Array, rows: SampleRows, counts_BV: jax.Array) -> jax.Array:
     def apply() -> jax.Array:
-        counts_RV = jnp.take(counts_BV, rows.slot_R, axis=0, mode="clip").astype(jnp.int32)
-        counts_RV = jnp.where(rows.counted_R[:, None] > 0, counts_RV, 0)
+        chosen_RB = _chosen_slots(rows, rows.counted_R, counts_BV.shape[0])
+        counts_RV = jnp.einsum(
+            "rb,bv->rv",
+            chosen_RB.astype(jnp.float32),
+            counts_BV.astype(jnp.float32),
+            precision=jax.lax.Precision.HIGHEST,
+        ).astype(jnp.int32)
         times_RV = counts_RV & (PROMPT_BIT - 1)
         repetition_R1 = rows.repetition_R[:, None]
         repeated_RV = jnp.where(logits_RV > 0, logits_RV / repetition_R1, logits_RV * repetition_R1)
@@ -127,19 +161,18 @@ def _penalised(logits_RV: jax.Array, rows: SampleRows, counts_BV: jax.Array) -> 
     return jax.lax.cond(jnp.any(rows.counted_R > 0), apply, lambda: logits_RV)
 
 
-def _drawn(logits_RV: jax.Array, rows: SampleRows) -> jax.Array:
+def _drawn(logits_RV: jax.Array, top_R: jax.Array, rows: SampleRows) -> jax.Array:
     temperature_R = jnp.where(rows.temperature_R > 0, rows.temperature_R, 1.0)
-    scaled_RV = (logits_RV - jnp.max(logits_RV, axis=-1, keepdims=True)) / temperature_R[:, None]
-    # Tiny quotients round to -0.0, which the integer image below would order under 0.0.
-    scaled_RV = jnp.where(scaled_RV == 0, 0.0, scaled_RV)
+    scaled_RV = (logits_RV - top_R[:, None]) / temperature_R[:, None]
     cut = (rows.top_k_R > 0) | (rows.top_p_R < 1) | (rows.min_p_R > 0)
-    scaled_RV = jax.lax.cond(
+    bound_R = jax.lax.cond(
         jnp.any(cut & (rows.temperature_R > 0)),
-        lambda: _supported(scaled_RV, rows),
-        lambda: scaled_RV,
+        lambda: _support_bound(scaled_RV, rows),
+        lambda: jnp.full_like(top_R, -jnp.inf),
     )
     noise_RV = jax.vmap(partial(_gumbel, size=logits_RV.shape[1]))(rows.seed_R, rows.step_R)
-    return jnp.argmax(scaled_RV + noise_RV, axis=-1).astype(jnp.int32)
+    drawn_RV = jnp.where(scaled_RV >= bound_R[:, None], scaled_RV + noise_RV, -jnp.inf)
+    return _best(drawn_RV)[1]
 
 
 def _gumbel(seed: jax.Array, step: jax.Array, *, size: int) -> jax.Array:
@@ -151,53 +184,54 @@ def _gumbel(seed: jax.Array, step: jax.Array, *, size: int) -> jax.Array:
     return -jnp.log(-jnp.log1p(-uniform_V))
 
 
-def _supported(scaled_RV: jax.Array, rows: SampleRows) -> jax.Array:
-    """The rows with -inf outside the support; each row's maximum is 0."""
-    vocab = scaled_RV.shape[1]
-    scaled_RV = jnp.where(scaled_RV >= jnp.log(rows.min_p_R)[:, None], scaled_RV, -jnp.inf)
-    image_RV = _ordered_image(scaled_RV)
+def _support_bound(scaled_RV: jax.Array, rows: SampleRows) -> jax.Array:
+    """Of each row the least value that may be drawn; the row's maximum is 0."""
+    num_rows, vocab = scaled_RV.shape
     k_R = jnp.where(rows.top_k_R > 0, jnp.minimum(rows.top_k_R, vocab), vocab)
+    least_R = jnp.log(rows.min_p_R)
 
     def k_reach(bound_R: jax.Array) -> jax.Array:
-        return jnp.sum(image_RV >= bound_R[:, None], axis=-1, dtype=jnp.int32) >= k_R
+        bound_R = jnp.maximum(bound_R, least_R)
+        return jnp.sum(scaled_RV >= bound_R[:, None], axis=-1, dtype=jnp.int32) >= k_R
 
-    kept_RV = image_RV >= _largest_bound(k_reach, k_R.shape[0])[:, None]
-    mass_RV = jnp.where(kept_RV, jnp.exp(scaled_RV), 0.0)
-    wanted_R = rows.top_p_R * jnp.sum(mass_RV, axis=-1)
+    def mass_above(bound_R: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.where(scaled_RV >= bound_R[:, None], jnp.exp(scaled_RV), 0.0), axis=-1)
+
+    kept_R = jnp.maximum(_largest_bound(k_reach, num_rows), least_R)
+    wanted_R = rows.top_p_R * mass_above(kept_R)
 
     def mass_reaches(bound_R: jax.Array) -> jax.Array:
-        above_RV = jnp.where(image_RV >= bound_R[:, None], mass_RV, 0.0)
-        return jnp.sum(above_RV, axis=-1) >= wanted_R
+        return mass_above(jnp.maximum(bound_R, kept_R)) >= wanted_R
 
-    bound_R = jnp.where(rows.top_p_R < 1, _largest_bound(mass_reaches, k_R.shape[0]), 0)
-    kept_RV &= image_RV >= bound_R[:, None]
-    return jnp.where(kept_RV, scaled_RV, -jnp.inf)
-
-
-def _ordered_image(x_RV: jax.Array) -> jax.Array:
-    """uint32 that compare as the floats do (no NaN)."""
-    bits = jax.lax.bitcast_convert_type(x_RV, jnp.uint32)
-    return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
+    bound_R = _largest_bound(mass_reaches, num_rows)
+    return jnp.where(rows.top_p_R < 1, jnp.maximum(bound_R, kept_R), kept_R)
 
 
 def _largest_bound(holds: Callable[[jax.Array], jax.Array], num_rows: int) -> jax.Array:
-    """Per row the largest uint32 bound that `holds`; it holds at 0 and fails for good above it."""
+    """Per row the largest float32 that `holds`; it holds at -inf and fails for good above it."""
 
-    def settle(i: jax.Array, bound_R: jax.Array) -> jax.Array:
+    def settle(i: jax.Array, place_R: jax.Array) -> jax.Array:
         shift = jnp.uint32(32 - _SEARCH_BITS) - jnp.uint32(_SEARCH_BITS) * i.astype(jnp.uint32)
-        passed = [holds(bound_R | (jnp.uint32(d) << shift)) for d in range(1, 1 << _SEARCH_BITS)]
+        digits = range(1, 1 << _SEARCH_BITS)
+        passed = [holds(_float_at(place_R | (jnp.uint32(d) << shift))) for d in digits]
         digit_R = sum(p.astype(jnp.uint32) for p in passed)
-        return bound_R | (digit_R << shift)
+        return place_R | (digit_R << shift)
 
     start_R = jnp.zeros((num_rows,), jnp.uint32)
-    return jax.lax.fori_loop(0, 32 // _SEARCH_BITS, settle, start_R)
+    return _float_at(jax.lax.fori_loop(0, 32 // _SEARCH_BITS, settle, start_R))
+
+
+def _float_at(place: jax.Array) -> jax.Array:
+    """The float32 at a place in the order of all floats; -inf for the NaNs below it."""
+    bits = jnp.where(place >> 31 == 1, place ^ jnp.uint32(1 << 31), ~place)
+    value = jax.lax.bitcast_convert_type(bits, jnp.float32)
+    return jnp.where(place < _LOWEST, -jnp.inf, value)
 
 
 def _logprobs(
     logits_RV: jax.Array, token_R: jax.Array, rows: SampleRows
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     num_rows = logits_RV.shape[0]
-    ids_V = jnp.arange(logits_RV.shape[1], dtype=jnp.int32)
     no_tops = (
         jnp.zeros((num_rows, MAX_LOGPROBS), jnp.int32),
         jnp.zeros((num_rows, MAX_LOGPROBS), jnp.float32),
@@ -209,11 +243,9 @@ def _logprobs(
         def next_best(i: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             value_R, id_R, top_token_RA, top_logprob_RA = carry
             later = (logits_RV < value_R[:, None]) | (
-                (logits_RV == value_R[:, None]) & (ids_V > id_R[:, None])
+                (logits_RV == value_R[:, None]) & (_ids(logits_RV) > id_R[:, None])
             )
-            rest_RV = jnp.where(later, logits_RV, -jnp.inf)
-            id_R = jnp.argmax(rest_RV, axis=-1).astype(jnp.int32)
-            value_R = jnp.max(rest_RV, axis=-1)
+            value_R, id_R = _best(jnp.where(later, logits_RV, -jnp.inf))
             return (
                 value_R,
                 id_R,
@@ -224,7 +256,8 @@ def _logprobs(
         start = (jnp.full((num_rows,), jnp.inf), jnp.full((num_rows,), -1, jnp.int32), *no_tops)
         wanted = jnp.max(rows.num_logprobs_R)
         _, _, top_token_RA, top_logprob_RA = jax.lax.fori_loop(0, wanted, next_best, start)
-        chosen_R = jnp.take_along_axis(logits_RV, token_R[:, None], axis=-1)[:, 0]
+        is_token_RV = _ids(logits_RV) == token_R[:, None]
+        chosen_R = jnp.max(jnp.where(is_token_RV, logits_RV, -jnp.inf), axis=-1)
         return chosen_R - total_R, top_token_RA, top_logprob_RA
 
     def skip() -> tuple[jax.Array, jax.Array, jax.Array]:

@@ -160,13 +160,18 @@ def sample_program(
         suppressed=suppressed_ids(family, cfg),
     )
     token_R = jnp.maximum(outputs.token_R, 0)
-    old_R = state.counts_BV.at[r.slot_R, token_R].get(mode="clip")
-    room_R = (r.counted_R > 0) & (old_R & (PROMPT_BIT - 1) < PROMPT_BIT - 1)
-    counted_R = jnp.where(room_R, r.slot_R, state.counts_BV.shape[0])
+
+    def count(_: Any, counts_BV: jax.Array) -> jax.Array:
+        old_R = counts_BV.at[r.slot_R, token_R].get(mode="clip")
+        room_R = (r.counted_R > 0) & (old_R & (PROMPT_BIT - 1) < PROMPT_BIT - 1)
+        counted_R = jnp.where(room_R, r.slot_R, counts_BV.shape[0])
+        return counts_BV.at[counted_R, token_R].add(1, mode="drop")
+
+    is_any = _once(jnp.any(r.counted_R > 0))
     return outputs, replace(
         state,
         last_token_B=state.last_token_B.at[r.slot_R].set(token_R, mode="drop"),
-        counts_BV=state.counts_BV.at[counted_R, token_R].add(1, mode="drop"),
+        counts_BV=jax.lax.fori_loop(0, is_any, count, state.counts_BV),
     )
 
 

@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from tpu_vl import tree
 from tpu_vl.errors import ConfigError
-from tpu_vl.kernels.paged_attention.api import paged_attention
+from tpu_vl.kernels.paged_attention.api import Rope, paged_attention
 from tpu_vl.mesh import MODEL, model_size, replicated
 from tpu_vl.models import ops, qwen3_vision, qwen3_vision_config, tensor_parallel
 from tpu_vl.models.family import (
@@ -176,7 +176,7 @@ def caches(cfg: Qwen3VLConfig) -> tuple[PagedCache, ...]:
     return (PagedCache("kv", text.num_layers, text_dims(text)["K"], text.head_dim),)
 
 
-Attend = Callable[[jax.Array, jax.Array, jax.Array, Any], tuple[jax.Array, Any]]
+Attend = Callable[[jax.Array, jax.Array, jax.Array, Rope, Any], tuple[jax.Array, Any]]
 
 
 def text_layers(
@@ -200,7 +200,8 @@ def text_layers(
         pool_RJD: media rows: the merger's vector, then the DeepStack levels; None: text only.
         pool_row_T: int32 row of each token, -1 for text; None: text only.
         states: one per layer, handed to `attend`.
-        attend: (q_TNH, k_TKH, v_TKH, state) -> (out_TNH, new state).
+        attend: (q_TNH, k_TKH, v_TKH, rope, state) -> (out_TNH, new state); queries and keys still
+            need the norm and rotation of `rope`.
         cfg, backend: static.
 
     Returns:
@@ -237,17 +238,16 @@ def _text_layer(
 ) -> tuple[jax.Array, Any]:
     eps = cfg.text.norm_eps
     with jax.named_scope("attention"):
-        y_TD = _normed(x_TD, p.input_norm_D, eps, backend)
-        q_TNH = ops.head_norm(jnp.einsum("td,dnh->tnh", y_TD, p.q_DNH), p.q_norm_H, eps)
-        k_TKH = ops.head_norm(jnp.einsum("td,dkh->tkh", y_TD, p.k_DKH), p.k_norm_H, eps)
-        v_TKH = jnp.einsum("td,dkh->tkh", y_TD, p.v_DKH)
-        q_TNH = ops.rotate(q_TNH, cos_TH, sin_TH)
-        k_TKH = ops.rotate(k_TKH, cos_TH, sin_TH)
-        out_TNH, state = attend(q_TNH, k_TKH, v_TKH, state)
+        y_TD, scale_T = _normed(x_TD, p.input_norm_D, eps, backend)
+        q_TNH = ops.scaled_einsum("td,dnh->tnh", y_TD, p.q_DNH, scale_T)
+        k_TKH = ops.scaled_einsum("td,dkh->tkh", y_TD, p.k_DKH, scale_T)
+        v_TKH = ops.scaled_einsum("td,dkh->tkh", y_TD, p.v_DKH, scale_T)
+        rope = Rope(p.q_norm_H, p.k_norm_H, cos_TH, sin_TH, eps)
+        out_TNH, state = attend(q_TNH, k_TKH, v_TKH, rope, state)
         x_TD = _residual(x_TD + _residual(_joined(out_TNH, p.o_NHD, backend), backend), backend)
     with jax.named_scope("mlp"):
-        y_TD = _normed(x_TD, p.post_norm_D, eps, backend)
-        out_TD = ops.gated_mlp(y_TD, p.gate_DF, p.up_DF, p.down_FD)
+        y_TD, scale_T = _normed(x_TD, p.post_norm_D, eps, backend)
+        out_TD = ops.gated_mlp(y_TD, scale_T, p.gate_DF, p.up_DF, p.down_FD)
         x_TD = _residual(x_TD + _residual(out_TD, backend), backend)
     return x_TD, state
 
@@ -266,9 +266,13 @@ def _media_rows(x_TD: jax.Array, pool_RJD: Any, pool_row_T: Any, column: int) ->
     return jnp.where(pool_row_T[:, None] >= 0, rows_TD, 0)
 
 
-def _normed(x_TD: jax.Array, weight_D: jax.Array, eps: float, backend: Backend) -> jax.Array:
-    y_TD = _residual(ops.rms_norm(x_TD, weight_D, eps), backend)
-    return jax.lax.with_sharding_constraint(y_TD, replicated(backend.mesh))
+def _normed(
+    x_TD: jax.Array, weight_D: jax.Array, eps: float, backend: Backend
+) -> tuple[jax.Array, jax.Array]:
+    """The two factors of a norm, whole on every device."""
+    y_TD, scale_T = ops.norm_factors(x_TD, weight_D, eps)
+    y_TD = _residual(y_TD, backend)
+    return jax.lax.with_sharding_constraint(y_TD, replicated(backend.mesh)), scale_T
 
 
 def _joined(out_TNH: jax.Array, o_NHD: jax.Array, backend: Backend) -> jax.Array:
@@ -281,15 +285,19 @@ def _joined(out_TNH: jax.Array, o_NHD: jax.Array, backend: Backend) -> jax.Array
         return out_TQ @ o_NHD.reshape(num_heads * width, -1)
 
 
+def _is_shared(x_TD: jax.Array, backend: Backend) -> bool:
+    """Whether the devices share what stands between the layers, D over "model"."""
+    num_tokens, width = x_TD.shape
+    return num_tokens >= SHARED_TOKENS and width % model_size(backend.mesh) == 0
+
+
 def _residual(x_TD: jax.Array, backend: Backend) -> jax.Array:
     """Places what stands between the layers: whole, or of long batches D over the devices.
 
     Then norms and sums are shared work, and a reduce-scatter and an all-gather move what one
     all-reduce would; of a short batch only the latency of the collectives counts.
     """
-    num_tokens, width = x_TD.shape
-    is_shared = num_tokens >= SHARED_TOKENS and width % model_size(backend.mesh) == 0
-    spec = PartitionSpec(None, MODEL if is_shared else None)
+    spec = PartitionSpec(None, MODEL if _is_shared(x_TD, backend) else None)
     return jax.lax.with_sharding_constraint(x_TD, NamedSharding(backend.mesh, spec))
 
 
@@ -321,7 +329,7 @@ def text_step(
     """
 
     def attend(
-        q_TNH: jax.Array, k_TKH: jax.Array, v_TKH: jax.Array, pages: jax.Array
+        q_TNH: jax.Array, k_TKH: jax.Array, v_TKH: jax.Array, rope: Rope, pages: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         return paged_attention(
             q_TNH,
@@ -332,6 +340,7 @@ def text_step(
             inputs.q_starts_B,
             inputs.kv_lens_B,
             scale=cfg.text.head_dim**-0.5,
+            rope=rope,
             implementation=backend.paged_attention,
             mesh=backend.mesh,
         )

@@ -43,7 +43,7 @@ class Server(uvicorn.Server):
         drain_s: longest wait for running answers at the end, in seconds.
     """
 
-    def __init__(self, config: ServerConfig, load: Load, drain_s: int = 30) -> None:
+    def __init__(self, config: ServerConfig, load: Load, *, drain_s: int) -> None:
         self.state = ServerState()
         self._load = load
         self.app = create_app(self.state, config)
@@ -61,7 +61,7 @@ class Server(uvicorn.Server):
         )
 
     def handle_exit(self, sig: int, frame: object) -> None:
-        """Stops taking requests; a second signal ends the process without waiting."""
+        """Stops taking requests; a second SIGINT ends the process without waiting."""
         self.state.draining = True
         super().handle_exit(sig, frame)  # pyright: ignore[reportArgumentType]
 
@@ -112,7 +112,7 @@ def _listen(config: ServerConfig) -> socket.socket:
     return socket.create_server((config.host, config.port), family=family, backlog=2048)
 
 
-def run_server(config: ServerConfig, load: Load, drain_s: int = 30) -> None:
+def run_server(config: ServerConfig, load: Load, *, drain_s: int) -> None:
     """Serves until SIGTERM or SIGINT.
 
     Args:
@@ -124,13 +124,14 @@ def run_server(config: ServerConfig, load: Load, drain_s: int = 30) -> None:
         ConfigError: the address cannot be listened on; change --host or --port.
         Exception: what `load` raised.
     """
-    server = Server(config, load, drain_s)
+    server = Server(config, load, drain_s=drain_s)
     try:
         listener = _listen(config)
     except OSError as error:
         raise ConfigError(
             f"cannot listen on {config.host}:{config.port}; change --host or --port"
         ) from error
+    logger.info("listening on http://%s:%d", config.host, listener.getsockname()[1])
     server.run(sockets=[listener])
     if server.state.failure is not None:
         raise server.state.failure

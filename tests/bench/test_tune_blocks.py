@@ -1,0 +1,103 @@
+"""How block sizes are judged, where tuning looks for them, and the tables that it writes."""
+
+from dataclasses import asdict, replace
+
+import pytest
+
+from bench import measure, own, programs, tower_visits, tune_blocks
+from bench.tune_blocks import Paged, Part, Shape, Tower
+from tests.tpu_compile import have_libtpu
+from tpu_vl.kernels.chips import CHIPS
+from tpu_vl.kernels.paged_attention.blocks import Blocks
+from tpu_vl.kernels.vision_attention import blocks as vision_blocks
+from tpu_vl.kernels.vision_attention import cases as vision_cases
+
+V6E = CHIPS["v6e"]
+BLOCKS = Blocks(decode_keys=512, prefill_keys=1024, prefill_rows=512, num_bufs=4)
+
+
+def shape(decode_s: dict, prefill_s: dict) -> Shape:
+    """A shape whose sizes take those times."""
+    parts = [
+        Part(fields=("decode_keys",), cases=["a"], seconds=decode_s),
+        Part(fields=("prefill_keys", "prefill_rows"), cases=["b", "c"], seconds=prefill_s),
+    ]
+    return Shape(key=("v6e", 8), formula=BLOCKS, parts=parts)
+
+
+def test_an_entry_has_the_best_sizes_of_each_part() -> None:
+    found = shape({(512,): [1.0], (1024,): [0.9]}, {(1024, 512): [1.0, 4.0]}).entry()
+    assert found == replace(BLOCKS, decode_keys=1024)
+
+
+def test_sizes_are_judged_by_the_sum_over_cases() -> None:
+    gains = shape({}, {(1024, 512): [3.0, 1.0], (1024, 1024): [2.5, 1.2], (512, 512): [1.0, 3.5]})
+    assert gains.entry() == replace(BLOCKS, prefill_rows=1024)
+    assert shape({}, {(1024, 512): [3.0, 1.0], (512, 512): [2.8, 1.3]}).entry() is None
+
+
+def test_a_small_gain_is_left_to_the_formula() -> None:
+    found = shape({(512,): [1.0], (1024,): [1 - tune_blocks.GAIN / 2]}, {})
+    assert found.entry() is None
+    assert found.best() == replace(BLOCKS, decode_keys=1024), "but the search goes on from it"
+
+
+def test_sizes_that_do_not_compile_are_not_taken() -> None:
+    assert shape({(512,): [1.0], (1024,): []}, {}).entry() is None
+
+
+@pytest.mark.parametrize("op", [Tower(), Paged()])
+def test_the_search_goes_round_the_best_sizes_once(op: Tower | Paged) -> None:
+    (found,) = op.shapes(
+        V6E, "qwen3_vl_8b_tower_4096_tp1" if isinstance(op, Tower) else "page16_tp4"
+    )
+    first = op.untried(found, V6E)
+    assert first[0] == found.formula
+    assert len(first) > 2
+    for blocks in first:
+        for part in found.parts:
+            if part.cases:
+                part.seconds[part.values(blocks)] = [1.0] * len(part.cases)
+    assert op.untried(found, V6E) == []
+
+
+def test_cases_of_a_shape_are_tuned_together() -> None:
+    keys = [s.key for s in Tower().shapes(V6E, "qwen2_5_vl_7b")]
+    assert len(set(keys)) == len(keys)
+    (found,) = (s for s in Tower().shapes(V6E, "qwen2_5_vl_7b") if s.key[2] == 16)
+    assert len(found.parts[0].cases) == 3
+
+
+def test_tables_of_blocks_are_python_and_short() -> None:
+    table = {("v6e", 8, 2, 128, 64, "bfloat16"): BLOCKS}
+    space: dict = {}
+    exec(tune_blocks.module("paged_attention", table), space)
+    ((key, fields),) = space["TABLE"].items()
+    assert key == ("v6e", 8, 2, 128, 64, "bfloat16")
+    assert Blocks(**dict(zip(asdict(BLOCKS), fields, strict=True))) == BLOCKS
+    many = {("v6e", n): BLOCKS for n in range(tune_blocks.MAX_LINES)}
+    with pytest.raises(ValueError, match="raise GAIN"):
+        tune_blocks.module("paged_attention", many)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not have_libtpu(), reason="libtpu, the TPU compiler, is not installed")
+def test_one_program_stands_for_all_cases_with_such_steps() -> None:
+    """The blocks of a kernel take as long in the small program as in the whole call."""
+    case = measure.one_device(vision_cases.REAL["qwen3_vl_8b_tower_4096_tp4"])
+    sizes = (case.num_rows, case.num_heads, case.width, case.dtype)
+    blocks = vision_blocks.formula(*sizes, V6E)
+    asked = [own.vision_program(case, blocks), own.vision_step(case, blocks)]
+    whole, small = programs.profile_each(asked, "v6e", quick=True)
+    assert not isinstance(whole, str), whole
+    assert not isinstance(small, str), small
+    cycles, others = (
+        {region.labels: region.cycles for region in profile.kernel.regions if region.labels}
+        for profile in (whole, small)
+    )
+    assert cycles.keys() == others.keys()
+    for name in (("full_block",), ("border_block",), ("narrow_tiles",)):
+        assert others[name] == cycles[name], name
+    counts, steps = tower_visits.counts(case, blocks), own.vision_steps(case, blocks)
+    found = small.kernel.cycles(counts, steps)
+    assert found == pytest.approx(whole.kernel.cycles(counts), rel=tune_blocks.GAIN / 2)
