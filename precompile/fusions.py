@@ -50,6 +50,11 @@ REASONS = (
         "the first layer's rows, which media rows join in the same pass",
     ),
     (
+        r"/deepstack/add$",
+        "tokens of text take zeros instead of a media row in the same pass. Tried: without that "
+        "choice it is not slow, but the pool has no row of zeros",
+    ),
+    (
         r"text_program\)/gather$",
         "token rows of other devices become zeros, a pass over all of them, once a step. Tried: "
         "an exchange of the rows instead of their sum (2.4 times the cycles)",

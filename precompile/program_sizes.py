@@ -93,18 +93,18 @@ FITTED = Fit(
     num_layers=36,
     width=4096,
     logits=37984,
-    text_code={4: 5.7, 16: 6.2, 64: 7.0, 256: 9.5, 1024: 14.1, 2048: 15.8},
-    text_temporaries={4: 3.0, 16: 3.1, 64: 3.9, 256: 5.0, 1024: 100.7, 2048: 87.0},
-    layer_temporaries=1.06,
-    text_seconds={4: 20.0, 64: 30.0, 256: 40.0, 1024: 60.0, 2048: 70.0},
+    text_code={4: 5.0, 16: 5.3, 64: 5.8, 256: 9.2, 1024: 13.2, 2048: 13.2},
+    text_temporaries={4: -1.9, 16: 0.1, 64: 0.9, 256: 14.8, 1024: 27.1, 2048: 19.4},
+    layer_temporaries=1.396,
+    text_seconds={4: 22, 16: 20, 64: 24, 256: 42, 1024: 58, 2048: 51},
     sample_code={4: 2.5, 16: 3.4, 64: 5.5, 256: 6.1},
     sample_temporaries={4: 2.3, 16: 4.3, 64: 11.6, 256: 158.3},
-    sample_seconds={4: 11, 16: 15, 64: 23, 256: 35},
-    encode_code={1: 12.4, 4: 19.3},
-    encode_temporaries={1024: 21.6, 4096: 40.9},
-    encode_copies=1.04,
-    encode_spared=53.1,
-    encode_seconds={1: 45.0, 4: 54.0},
+    sample_seconds={4: 8, 16: 12, 64: 28, 256: 28},
+    encode_code={1: 12.4, 4: 19.6},
+    encode_temporaries={1024: 20.7, 4096: 25.2},
+    encode_copies=1.1983,
+    encode_spared=72.5,
+    encode_seconds={1: 32, 4: 66},
 )
 
 
@@ -138,7 +138,7 @@ def text_size(shape: ModelShape, num_tokens: int, fit: Fit) -> ProgramSize:
     layers, width = shape.num_layers / fit.num_layers, shape.width / fit.width
     temporaries = interpolated(fit.text_temporaries, num_tokens) * width
     return ProgramSize(
-        temporaries=int(_MB * (temporaries + fit.layer_temporaries * shape.num_layers)),
+        temporaries=max(0, int(_MB * (temporaries + fit.layer_temporaries * shape.num_layers))),
         code=int(_MB * interpolated(fit.text_code, num_tokens) * layers),
         compile_s=interpolated(fit.text_seconds, num_tokens) * layers,
     )
