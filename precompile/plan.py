@@ -163,10 +163,10 @@ class Plan:
         lines += [
             f"  {name:<20}{size / gib:>9.3f} GiB  {text}".rstrip() for name, size, text in rows
         ]
-        measured = "" if self.is_compiled else ", estimated for two processors"
+        whose = "a thread" if self.is_compiled else "a processor, by formula"
         lines += [
             "",
-            f"{len(self.programs)} programs compile in {self.compile_s:.0f} s{measured}",
+            f"{len(self.programs)} programs compile in {self.compile_s:.0f} s of {whose}",
             f"largest video of a request: {self.video_patches_max} patches",
             *(
                 f"padding of the tower, {name}: {share:.1%}"
