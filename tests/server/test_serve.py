@@ -2,6 +2,7 @@
 
 import signal
 import threading
+from contextlib import contextmanager
 
 import httpx
 import openai
@@ -57,18 +58,24 @@ def test_the_port_answers_while_the_model_loads():
     assert not thread.is_alive()
 
 
+@contextmanager
+def ended_while_answering(server, client):
+    """The lines of an answer of which one has come when the server is told to end."""
+    wait_until(lambda: client.get("/health").status_code == 200)
+    hello = {"messages": [{"role": "user", "content": "x"}], "stream": True}
+    with client.stream("POST", "/v1/chat/completions", json=hello) as response:
+        lines = response.iter_lines()
+        next(lines)
+        server.handle_exit(signal.SIGTERM, None)
+        yield lines
+
+
 def test_running_answers_end_before_the_server_does():
     engine = ScriptedEngine(say("a b c d e f g h", per_token_s=0.05))
     server, thread, client = start(lambda _: loaded_model(engine))
-    with client:
-        wait_until(lambda: client.get("/health").status_code == 200)
-        hello = {"messages": [{"role": "user", "content": "x"}], "stream": True}
-        with client.stream("POST", "/v1/chat/completions", json=hello) as response:
-            lines = response.iter_lines()
-            next(lines)
-            server.handle_exit(signal.SIGTERM, None)
-            assert server.state.draining
-            rest = list(lines)
+    with client, ended_while_answering(server, client) as lines:
+        assert server.state.draining
+        rest = list(lines)
     assert rest[-2] == "data: [DONE]"
     assert not engine.aborted
     thread.join(10)
@@ -78,15 +85,9 @@ def test_running_answers_end_before_the_server_does():
 def test_an_answer_that_outlasts_the_limit_is_cut():
     engine = ScriptedEngine(say("a " * 500, per_token_s=0.05))
     server, thread, client = start(lambda _: loaded_model(engine), drain_s=1)
-    with client:
-        wait_until(lambda: client.get("/health").status_code == 200)
-        hello = {"messages": [{"role": "user", "content": "x"}], "stream": True}
-        with client.stream("POST", "/v1/chat/completions", json=hello) as response:
-            lines = response.iter_lines()
-            next(lines)
-            server.handle_exit(signal.SIGTERM, None)
-            thread.join(10)
-            assert not thread.is_alive()
+    with client, ended_while_answering(server, client):
+        thread.join(10)
+        assert not thread.is_alive()
     assert engine.aborted
 
 
