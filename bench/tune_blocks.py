@@ -3,12 +3,13 @@
 A shape begins with the formula's block sizes and goes on, round by round, to those beside the best
 so far: half and twice of each size. A program has one shape and many batches, so sizes are judged
 by the sum of the times of all cases of the shape. What is not at least GAIN better than the formula
-is not in the table.
+is not in the table. Shapes of other chips, or that no asked case has, keep the entries they have.
 """
 
 import argparse
 import itertools
 import json
+import runpy
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, field, replace
@@ -233,7 +234,19 @@ def climb(op: Tower | Paged, shapes: Sequence[Shape], chip: Chip) -> None:
                 times.append(measure.estimate(candidate, profile, chip).seconds)
 
 
-def module(op: str, table: Mapping[Key, Any]) -> str:
+def merged(
+    table: Mapping[Key, tuple[int, ...]], shapes: Iterable[Shape]
+) -> dict[Key, tuple[int, ...]]:
+    """A table with the tuned shapes' entries in place of those that it had; others stay."""
+    found = dict(table)
+    for shape in shapes:
+        found.pop(shape.key, None)
+        if (entry := shape.entry()) is not None:
+            found[shape.key] = astuple(entry)
+    return found
+
+
+def module(op: str, table: Mapping[Key, tuple[int, ...]]) -> str:
     """The text of kernels/<op>/tuned.py.
 
     Raises:
@@ -243,7 +256,7 @@ def module(op: str, table: Mapping[Key, Any]) -> str:
         f'"""Block sizes of {op}, written by bench/tune_blocks.py: shape to fields of Blocks."""',
         "",
         "TABLE: dict[tuple[str | int, ...], tuple[int, ...]] = {",
-        *(f"    {json_tuple(key)}: {json_tuple(astuple(b))}," for key, b in sorted(table.items())),
+        *(f"    {json_tuple(key)}: {json_tuple(b)}," for key, b in sorted(table.items())),
         "}",
     ]
     if len(lines) > MAX_LINES:
@@ -272,15 +285,16 @@ def main() -> None:
     parser.add_argument("--target", choices=CHIP_NAMES, nargs="*", default=CHIP_NAMES)
     parser.add_argument("--case", default="", help="only cases whose name holds this")
     flags = parser.parse_args()
-    table: dict[Key, Any] = {}
+    path = KERNELS / flags.op / "tuned.py"
+    table: dict[Key, tuple[int, ...]] = runpy.run_path(str(path))["TABLE"]
     for chip in (CHIPS[name] for name in flags.target):
         op = OPS[flags.op]()
         shapes = op.shapes(chip, flags.case)
         climb(op, shapes, chip)
         for shape in shapes:
             print("\n".join(report(shape)), flush=True)
-        table |= {shape.key: entry for shape in shapes if (entry := shape.entry()) is not None}
-    (KERNELS / flags.op / "tuned.py").write_text(module(flags.op, table))
+        table = merged(table, shapes)
+        path.write_text(module(flags.op, table))
 
 
 OPS: dict[str, Callable[[], Tower | Paged]] = {"vision_attention": Tower, "paged_attention": Paged}

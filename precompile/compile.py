@@ -56,7 +56,7 @@ def lower_program(program: Program) -> jax.stages.Lowered:
 
 def compile_program(program: Program) -> jax.stages.Compiled:
     """Lowers and compiles one program; its devices may be described ones."""
-    return lower_program(program).compile()
+    return lower_program(program).compile(compiler_options=dict(program.compiler_options))
 
 
 def compile_all(

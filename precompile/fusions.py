@@ -34,30 +34,15 @@ REASONS = (
         "runs only where a row asks for it: new sequences, penalties, sampling, log-probabilities",
     ),
     (
-        r"/mlp/tf,fd->td/",
-        "its weights do not fit into vector memory beside those of the two products before: read "
-        "from memory in eight windows, which cost 61,904 cycles against 53,248. Tried: two "
-        "products of half the weights (61,986), the other two fused into it (71,024), 20 MiB of "
-        "vector memory for windows instead of 32 (55,680, but the program 1.7 % longer)",
-    ),
-    (
         r"/mlp/td,df->tf/|/attention/td,",
         "weights straight from memory, while the next are fetched: the first of three windows is "
         "waited for. Tried: either order of the two products, one fused into the other (equal)",
     ),
     (
-        r"/attention/norm/",
-        "the first layer's rows, which media rows join in the same pass",
-    ),
-    (
-        r"/deepstack/add$",
-        "tokens of text take zeros instead of a media row in the same pass. Tried: without that "
-        "choice it is not slow, but the pool has no row of zeros",
-    ),
-    (
         r"text_program\)/gather$",
-        "token rows of other devices become zeros, a pass over all of them, once a step. Tried: "
-        "an exchange of the rows instead of their sum (2.4 times the cycles)",
+        "an embedding that is the output matrix too is shared by tokens: rows of other devices "
+        "become zeros, a pass over all of them, once a step. Tried: an exchange of the rows "
+        "instead of their sum (2.4 times the cycles)",
     ),
     (r"sample_program\)/reduce", "one pass over all logits that compares as it reads"),
 )

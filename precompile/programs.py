@@ -5,7 +5,7 @@ are served. A program's name is the key under which the runner calls it.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -20,6 +20,7 @@ from tpu_vl.kernels.paged_attention import api as paged_attention
 from tpu_vl.kernels.vision_attention import api as vision_attention
 from tpu_vl.mesh import MODEL, platform
 from tpu_vl.models.family import Backend, Family, placed_params
+from tpu_vl.precompile import compiler_options
 
 ZEROS = "zeros"
 """Name of the program that makes the first device state."""
@@ -36,6 +37,7 @@ class Program:
         outputs: abstract tree with shardings of the result.
         donate: indices of arguments whose buffers the result takes over.
         mesh: where it runs.
+        compiler_options: beyond the compiler's defaults.
     """
 
     name: str
@@ -44,6 +46,7 @@ class Program:
     outputs: Any
     donate: tuple[int, ...]
     mesh: Mesh
+    compiler_options: Mapping[str, str] = field(default_factory=dict)
 
 
 def make_backend(mesh: Mesh, engine_config: EngineConfig) -> Backend:
@@ -117,6 +120,7 @@ class _Lister:
             outputs=(self._hidden(self.engine_config.rows_of(num_tokens)), self.state),
             donate=(1,),
             mesh=self.mesh,
+            compiler_options=compiler_options.of_text(self.mesh, num_tokens),
         )
 
     def sample(self, num_rows: int) -> Program:

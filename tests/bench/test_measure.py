@@ -148,13 +148,14 @@ def row(name: str, cycles: int) -> kernels.Row:
 
 def test_a_snapshot_keeps_other_cases_of_the_same_versions(tmp_path: Path) -> None:
     path = tmp_path / "v6e.json"
-    kernels.save([row("a", 100), row("b", 200)], V6E, path)
-    kernels.save([row("b", 300)], V6E, path)
+    kernels.save([row("a", 100), row("b", 200)], V6E, path, quick=True)
+    kernels.save([row("b", 300)], V6E, path, quick=True)
     saved = json.loads(path.read_text())
     assert {r["case"]: r["cycles"] for r in saved["rows"]} == {"a": 100_000, "b": 300_000}
-    path.write_text(json.dumps(saved | {"libtpu": "0.0"}))
-    kernels.save([row("b", 300)], V6E, path)
-    assert [r["case"] for r in json.loads(path.read_text())["rows"]] == ["b"]
+    for other in ({"libtpu": "0.0"}, {"quick": False}):
+        path.write_text(json.dumps(saved | other))
+        kernels.save([row("b", 300)], V6E, path, quick=True)
+        assert [r["case"] for r in json.loads(path.read_text())["rows"]] == ["b"]
 
 
 def test_rows_have_the_keys_and_the_ratio_to_the_roofline() -> None:

@@ -1,6 +1,6 @@
 """How block sizes are judged, where tuning looks for them, and the tables that it writes."""
 
-from dataclasses import asdict, replace
+from dataclasses import asdict, astuple, replace
 
 import pytest
 
@@ -46,6 +46,14 @@ def test_sizes_that_do_not_compile_are_not_taken() -> None:
     assert shape({(512,): [1.0], (1024,): []}, {}).entry() is None
 
 
+def test_a_table_keeps_the_entries_of_shapes_that_were_not_tuned() -> None:
+    old = {("v6e", 8): (1,), ("v5e", 8): (2,)}
+    better = shape({(512,): [1.0], (1024,): [0.5]}, {})
+    want = {("v5e", 8): (2,), ("v6e", 8): astuple(replace(BLOCKS, decode_keys=1024))}
+    assert tune_blocks.merged(old, [better]) == want
+    assert tune_blocks.merged(old, [shape({(512,): [1.0]}, {})]) == {("v5e", 8): (2,)}
+
+
 @pytest.mark.parametrize("op", [Tower(), Paged()])
 def test_the_search_goes_round_the_best_sizes_once(op: Tower | Paged) -> None:
     (found,) = op.shapes(
@@ -69,13 +77,13 @@ def test_cases_of_a_shape_are_tuned_together() -> None:
 
 
 def test_tables_of_blocks_are_python_and_short() -> None:
-    table = {("v6e", 8, 2, 128, 64, "bfloat16"): BLOCKS}
+    table = {("v6e", 8, 2, 128, 64, "bfloat16"): astuple(BLOCKS)}
     space: dict = {}
     exec(tune_blocks.module("paged_attention", table), space)
     ((key, fields),) = space["TABLE"].items()
     assert key == ("v6e", 8, 2, 128, 64, "bfloat16")
     assert Blocks(**dict(zip(asdict(BLOCKS), fields, strict=True))) == BLOCKS
-    many = {("v6e", n): BLOCKS for n in range(tune_blocks.MAX_LINES)}
+    many = {("v6e", n): astuple(BLOCKS) for n in range(tune_blocks.MAX_LINES)}
     with pytest.raises(ValueError, match="raise GAIN"):
         tune_blocks.module("paged_attention", many)
 

@@ -224,7 +224,7 @@ class Runner:
 
     def pool(self) -> jax.Array:
         """An empty media pool."""
-        return jnp.zeros((POOL_ROWS, 3, self.cfg.text.width), jnp.float32)
+        return jnp.zeros((POOL_ROWS + 1, 3, self.cfg.text.width), jnp.float32)
 
     def encode(
         self, inputs: EncodeInputs, pool: Any = None, hidden: Any = None

@@ -4,6 +4,7 @@ The default test takes three layers: every layer of a program has the same fusio
 """
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -39,16 +40,16 @@ def three_layers(tmp_path: Path) -> Path:
     return path
 
 
-def check_flagged(row: dict[str, Any]) -> None:
-    """Every slow fusion has a reason, and all of a program together are bounded."""
-    unexplained = [f for f in row["flagged"] if f["reason"] is None]
-    assert not unexplained, json.dumps(unexplained, indent=1)
-
-
-def test_text_programs_of_three_layers_have_no_unexplained_slow_fusion(three_layers: Path) -> None:
+def test_text_programs_of_three_layers_have_slow_fusions_at_most_in_the_first(
+    three_layers: Path,
+) -> None:
     rows = compile_programs(three_layers, "text/64", "text/1024", timeout_s=900)
+    assert rows["text/1024"]["flagged"] == []
+    # So few layers leave nothing to hide the first weights behind; 36 layers do.
+    for found in rows["text/64"]["flagged"]:
+        assert found["count"] == 1, found
+        assert re.search(r"/attention/td,d[nk]h->t[nk]h/", found["scope"]), found
     for row in rows.values():
-        check_flagged(row)
         assert row["num_kernels"] == 3, "one attention kernel per layer"
         # The donated state (KV pages and pool) is updated in place, and everything fits 32 GB.
         assert row["alias_bytes"] > 0.9 * row["argument_bytes"] - 3 * GIB
@@ -69,5 +70,6 @@ def test_every_program_compiles_for_v6e_and_its_code_fits_the_budget() -> None:
         expected = 36 if name.startswith("text/") else 0
         if not name.startswith("encode/"):
             assert row["num_kernels"] == expected, name
-    for name in ("text/64", "sample/64", "text/1024"):
-        check_flagged(rows[name])
+    for name in ("text/64", "text/1024"):
+        assert rows[name]["flagged"] == [], name
+    assert all(found["reason"] for found in rows["sample/64"]["flagged"])

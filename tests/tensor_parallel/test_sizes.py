@@ -130,16 +130,16 @@ def test_every_large_array_is_spread_and_none_is_uneven(size: int, mode: str) ->
     for part, whole in ((placed.text, False), (placed.vision, mode == "data")):
         for path, leaf in jax.tree_util.tree_leaves_with_path(part):
             dims = set(tree.suffix(tree.leaf_name(path)))
-            spread = 1 if whole or not dims & set("NKFUV") else size
+            spread = 1 if whole or not dims & set("NKFUVI") else size
             assert np.prod(leaf.sharding.shard_shape(leaf.shape)) * spread == leaf.size, path
 
 
 def test_padded_columns_of_the_logits_can_never_be_chosen() -> None:
     cfg = model_config(4, "weights")
-    assert (FAMILY.vocab_size(cfg), FAMILY.logits_width(cfg)) == (199, 200)
+    assert (FAMILY.vocab_size(cfg), FAMILY.logits_width(cfg)) == (199, 512)
     # Hidden rows that make every real logit negative: a padded 0 would win.
-    head = np.concatenate([np.full((199, 40), -1, np.float32), np.zeros((1, 40), np.float32)])
+    head = np.concatenate([np.full((199, 40), -1, np.float32), np.zeros((313, 40), np.float32)])
     backend = Backend(make_mesh(4), "blocked", "blocked", 16)
     out = FAMILY.logits(jax.numpy.asarray(head), jax.numpy.ones((3, 40)), cfg=cfg, backend=backend)
     assert np.asarray(out).argmax(axis=1).max() < 199
-    assert np.isneginf(np.asarray(out)[:, 199]).all()
+    assert np.isneginf(np.asarray(out)[:, 199:]).all()

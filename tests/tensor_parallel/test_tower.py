@@ -95,7 +95,10 @@ def test_both_modes_write_the_rows_of_one_device(num_shards: int) -> None:
     want = tower(1, "weights").pool()
     assert np.count_nonzero(np.abs(want).max(axis=(1, 2))) == sum(h * w // 4 for h, w in FRAMES)
     for mode in ("weights", "data"):
-        np.testing.assert_allclose(tower(num_shards, mode).pool(), want, rtol=0, atol=1e-5)
+        got = tower(num_shards, mode).pool()
+        np.testing.assert_allclose(got, want, rtol=0, atol=1e-5)
+        assert got.shape[0] == POOL_ROWS + 1
+        assert not got[-1].any(), "the row that text reads"
 
 
 @pytest.mark.parametrize("num_shards", [3, 6])

@@ -103,7 +103,7 @@ def test_source_dtypes_are_converted(
     source: Any, dtype: str, tensors: dict[str, np.ndarray], tmp_path: Path
 ) -> None:
     write(tmp_path, {k: v.astype(source) for k, v in tensors.items()})
-    found = np.asarray(read(tmp_path, dtype=dtype).text.embed_VD)
+    found = np.asarray(read(tmp_path, dtype=dtype).text.embed_IE)
     want = tensors["model.language_model.embed_tokens.weight"].astype(source)
     assert found.dtype == dtype
     np.testing.assert_array_equal(found, want.astype(found.dtype))

@@ -117,7 +117,7 @@ def test_copies_and_padding_are_what_the_file_says(folder: Path) -> None:
     assert up.shape[1] == 51
     assert not up[:, 50:].any()
     head = np.asarray(params.text.head_VD)
-    assert head.shape[0] == 201
+    assert head.shape[0] == 384
     assert not head[199:].any()
 
 

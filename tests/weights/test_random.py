@@ -38,7 +38,7 @@ def test_seed_decides_and_mesh_does_not() -> None:
     assert again.text.layers[0].q_DNH.sharding.shard_shape((40, 6, 14)) == (40, 3, 14)
     for a, b in zip(jax.tree.leaves(first), jax.tree.leaves(again), strict=True):
         np.testing.assert_array_equal(a, b)
-    assert np.any(np.asarray(first.text.embed_VD) != np.asarray(other.text.embed_VD))
+    assert np.any(np.asarray(first.text.embed_IE) != np.asarray(other.text.embed_IE))
     # Arrays of one shape differ from each other.
     layer = first.text.layers[0]
     assert np.any(np.asarray(layer.k_DKH) != np.asarray(layer.v_DKH))

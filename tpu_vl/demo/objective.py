@@ -107,7 +107,7 @@ def _logits(
         params.text,
         row.ids_GT,
         row.positions_G3T,
-        pool_MJD,
+        jnp.pad(pool_MJD, ((0, 1), (0, 0), (0, 0))),  # the row of text
         row.pool_row_GT,
         (None,) * cfg.text.num_layers,
         attend,

@@ -23,7 +23,8 @@ class DeviceState:
     Args:
         caches_LSCH: one array per layer of each declared cache: pages, tokens of a page, K and V
             heads, head width.
-        pool_RJD: encoded media rows, levels, text width; None in a text-only process.
+        pool_RJD: encoded media rows, levels, text width; the last row is never written and stays
+            zero. None in a text-only process.
         hidden_XPD: the tower's hidden rows between slices of one call: of each bin, its share of
             the largest patch capacity; None in a text-only process.
         page_table_BL: int32 pages of each slot's sequence, in order; stale past its length.
@@ -57,8 +58,8 @@ def abstract_state(
 
     Returns:
         DeviceState of jax.ShapeDtypeStruct with shardings: cache heads over "model" where the
-        K/V heads divide, pool width over "model" where it divides, a bin's hidden rows on its own
-        device, the rest on every device.
+        K/V heads divide, pool width and token counts over "model" where they divide, a bin's hidden
+        rows on its own device, the rest on every device.
     """
     mesh, dtype, num_slots = (
         backend.mesh,
@@ -85,7 +86,7 @@ def abstract_state(
     if engine_config.modalities:
         geometry, width = family.geometry(cfg), family.text_width(cfg)
         pool = array(
-            (engine_config.pool_rows, 1 + geometry.num_levels, width),
+            (engine_config.pool_rows + 1, 1 + geometry.num_levels, width),
             dtype,
             PartitionSpec(None, None, MODEL if width % model_size(mesh) == 0 else None),
         )
@@ -95,13 +96,18 @@ def abstract_state(
             dtype,
             PartitionSpec(MODEL if num_bins > 1 else None),
         )
+    vocab = family.logits_width(cfg)
     return DeviceState(
         caches_LSCH=tuple(caches),
         pool_RJD=pool,
         hidden_XPD=hidden,
         page_table_BL=array((num_slots, engine_config.max_pages_per_seq), jnp.int32),
         last_token_B=array((num_slots,), jnp.int32),
-        counts_BV=array((num_slots, family.logits_width(cfg)), jnp.uint16),
+        counts_BV=array(
+            (num_slots, vocab),
+            jnp.uint16,
+            PartitionSpec(None, MODEL if vocab % model_size(mesh) == 0 else None),
+        ),
         bias_id_BZ=array((num_slots, BIAS_CAPACITY), jnp.int32),
         bias_value_BZ=array((num_slots, BIAS_CAPACITY), jnp.float32),
     )

@@ -154,6 +154,8 @@ class EncodeStep(Protocol):
 class TextStep(Protocol):
     """Runs the language model over a ragged batch, writing its K and V into the caches.
 
+    The last row of the pool is zero; no `pool_row_T` names it.
+
     Returns the hidden rows [R, D] (after the final norm) and the caches.
     """
 

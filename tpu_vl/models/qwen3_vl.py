@@ -1,7 +1,7 @@
 """Qwen3-VL dense: the language model, its config and the record of the family.
 
 Dims: T packed tokens, D width, N query heads, K kv heads, H head width, F mlp, V vocabulary,
-X position axes, R rows.
+X position axes, R rows; I and E are V and D of the embedding.
 
 Source: transformers 5.24 models/qwen3_vl/modeling_qwen3_vl.py, `Qwen3VLTextModel` and
 `Qwen3VLModel`. Deviations: media rows are gathered from the pool by index instead of scattered by
@@ -66,7 +66,7 @@ class TextLayer:
 class TextParams:
     """The language model; `head_VD` is None when the embedding is also the output matrix."""
 
-    embed_VD: jax.Array
+    embed_IE: jax.Array
     layers: tuple[TextLayer, ...]
     final_norm_D: jax.Array
     head_VD: jax.Array | None
@@ -106,7 +106,7 @@ def checkpoint_map(cfg: Qwen3VLConfig) -> tuple[TensorMap, ...]:
     """Where every array is in a checkpoint."""
     model = "model.language_model"
     maps = [
-        TensorMap("text.embed_VD", f"{model}.embed_tokens.weight", "VD"),
+        TensorMap("text.embed_IE", f"{model}.embed_tokens.weight", "IE"),
         TensorMap("text.final_norm_D", f"{model}.norm.weight", "D"),
     ]
     if not cfg.tie_word_embeddings:
@@ -197,7 +197,8 @@ def text_layers(
         params: the language model.
         ids_T: int32 token ids.
         positions_XT: int32, X = 3 or 1.
-        pool_RJD: media rows: the merger's vector, then the DeepStack levels; None: text only.
+        pool_RJD: media rows: the merger's vector, then the DeepStack levels; the last row is zero.
+            None: text only.
         pool_row_T: int32 row of each token, -1 for text; None: text only.
         states: one per layer, handed to `attend`.
         attend: (q_TNH, k_TKH, v_TKH, rope, state) -> (out_TNH, new state); queries and keys still
@@ -208,7 +209,7 @@ def text_layers(
         hidden_TD before the final norm, and the new states.
     """
     text = cfg.text
-    x_TD = _media_or(params.embed_VD[ids_T], pool_RJD, pool_row_T)
+    x_TD = _embedded(params.embed_IE, ids_T, pool_RJD, pool_row_T)
     x_TD = _residual(x_TD, backend)
     inv_freq = ops.inverse_frequencies(text.head_dim, text.rope_theta)
     axes = ops.interleaved_axes(inv_freq.size, text.rope_sections)
@@ -252,18 +253,22 @@ def _text_layer(
     return x_TD, state
 
 
-def _media_or(
-    x_TD: jax.Array, pool_RJD: jax.Array | None, pool_row_T: jax.Array | None
+def _embedded(
+    embed_IE: jax.Array, ids_T: jax.Array, pool_RJD: jax.Array | None, pool_row_T: jax.Array | None
 ) -> jax.Array:
+    """Rows of tokens or of media: the sum of both, one of which is zero, takes a pass less than
+    the choice between them."""
+    x_TD = embed_IE[ids_T]
     if pool_RJD is None or pool_row_T is None:
         return x_TD
-    rows_TD = pool_RJD[jnp.maximum(pool_row_T, 0), 0].astype(x_TD.dtype)
-    return jnp.where(pool_row_T[:, None] >= 0, rows_TD, x_TD)
+    is_text_T1 = (pool_row_T < 0)[:, None].astype(x_TD.dtype)
+    return x_TD * is_text_T1 + _media_rows(x_TD, pool_RJD, pool_row_T, 0)
 
 
 def _media_rows(x_TD: jax.Array, pool_RJD: Any, pool_row_T: Any, column: int) -> jax.Array:
-    rows_TD = pool_RJD[jnp.maximum(pool_row_T, 0), column].astype(x_TD.dtype)
-    return jnp.where(pool_row_T[:, None] >= 0, rows_TD, 0)
+    """The pool's rows; for text the last one, which is zero."""
+    row_T = jnp.where(pool_row_T < 0, pool_RJD.shape[0] - 1, pool_row_T)
+    return pool_RJD[row_T, column].astype(x_TD.dtype)
 
 
 def _normed(
@@ -345,7 +350,7 @@ def text_step(
             mesh=backend.mesh,
         )
 
-    with ops.matmul_precision(params.embed_VD.dtype):
+    with ops.matmul_precision(params.embed_IE.dtype):
         hidden_TD, caches = text_layers(
             params,
             inputs.ids_T,
@@ -390,7 +395,7 @@ def _vision(cfg: Qwen3VLConfig) -> VisionConfig:
 
 def head(params: Params) -> jax.Array:
     """The output matrix [V, D]."""
-    return params.text.embed_VD if params.text.head_VD is None else params.text.head_VD
+    return params.text.embed_IE if params.text.head_VD is None else params.text.head_VD
 
 
 def logits(

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tpu_vl.errors import ConfigError
-from tpu_vl.kernels.checks import round_up
+from tpu_vl.kernels.checks import NUM_LANES, round_up
 from tpu_vl.mesh import MODEL
 from tpu_vl.models import qwen3_vision_config, tensor_parallel
 from tpu_vl.models.hf_config import Section
@@ -181,21 +181,36 @@ def shard(cfg: Qwen3VLConfig, num_shards: int, tower_mode: str) -> Qwen3VLConfig
 
 
 def axes(cfg: Qwen3VLConfig) -> Mapping[str, Mapping[str, str | None]]:
-    """The mesh axis of each dim; a tower in data mode is whole on every device."""
+    """The mesh axis of each dim; a tower in data mode is whole on every device.
+
+    Devices share the embedding by its width where it is only looked up: each has its part of every
+    row. One that is the output matrix too is shared by tokens, as that is.
+    """
     whole = cfg.vision is not None and cfg.vision.num_bins > 1
-    return {"text": AXES, "vision": {} if whole else AXES}
+    by_width = not cfg.tie_word_embeddings and cfg.text.width % cfg.text.num_shards == 0
+    return {
+        "text": {**AXES, "E" if by_width else "I": MODEL},
+        "vision": {} if whole else AXES,
+    }
 
 
 def text_dims(text: TextConfig) -> dict[str, int]:
-    """The table of dims as the tree holds them: K/V heads copied, F and V padded."""
+    """The table of dims as the tree holds them: K/V heads copied, F and the vocabulary padded.
+
+    The embedding is [I, E]; I is V and E is D, which it shares with the devices in its own way.
+    """
     shards = text.num_shards
+    # A device's part of the logits, and of all that goes with them, fills whole lanes.
+    vocab = round_up(text.vocab_size, shards * NUM_LANES) if shards > 1 else text.vocab_size
     return {
         "D": text.width,
         "N": text.num_heads,
         "K": tensor_parallel.held_kv_heads(text.num_kv_heads, shards),
         "H": text.head_dim,
         "F": round_up(text.mlp_width, shards),
-        "V": round_up(text.vocab_size, shards),
+        "V": vocab,
+        "I": vocab,
+        "E": text.width,
     }
 
 
