@@ -2,13 +2,15 @@
 
 A shape begins with the formula's block sizes and goes on, round by round, to those beside the best
 so far: half and twice of each size. A program has one shape and many batches, so sizes are judged
-by the sum of the times of all cases of the shape. What is not at least GAIN better than the formula
-is not in the table. Shapes of other chips, or that no asked case has, keep the entries they have.
+by the times of all cases of the shape, each of which counts alike. What is not at least GAIN better
+than the formula is not in the table. Shapes of other chips, or that no asked case has, keep the
+entries they have.
 """
 
 import argparse
 import itertools
 import json
+import math
 import runpy
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -56,9 +58,13 @@ class Part:
         return tuple(getattr(blocks, name) for name in self.fields)
 
     def gain(self, values: tuple[int, ...], formula: tuple[int, ...]) -> float:
-        """How much less time the cases take than by the formula; none if they do not compile."""
-        seconds, formula_s = sum(self.seconds[values]), sum(self.seconds[formula])
-        return 1 - seconds / formula_s if seconds and formula_s else 0.0
+        """How much less time the cases take than by the formula, by the geometric mean over them;
+        none if one does not compile."""
+        seconds, formula_s = self.seconds[values], self.seconds[formula]
+        if not seconds or len(seconds) != len(formula_s):
+            return 0.0
+        logs = [math.log(s / f) for s, f in zip(seconds, formula_s, strict=True)]
+        return 1 - math.exp(sum(logs) / len(logs))
 
     def best(self, formula: tuple[int, ...]) -> tuple[int, ...]:
         """The values with the largest gain."""

@@ -94,7 +94,8 @@ _ALL = [("qwen3_vl_8b", what, 1) for what in _FRAMES]
 _ALL += [("qwen2_5_vl_7b", what, 1) for what in _WINDOWS]
 _ALL += [(model, "tower_4096", tp) for model in WIDTHS for tp in (1, 4, 8)]
 _ALL += [("qwen2_5_vl_7b", "windows_4096", tp) for tp in (4, 8)]
-_ALL += [("qwen3_vl_8b", "tower_16384", 8), ("qwen3_vl_8b", "frames_16384", 4)]
+_ALL += [("qwen3_vl_8b", what, tp) for what in ("tower_16384", "frames_16384") for tp in (4, 8)]
+_ALL += [(model, "images_4096", tp) for model in ("qwen3_vl_2b", "qwen3_vl_8b") for tp in (4, 8)]
 
 REAL: dict[str, Case] = {f"{m}_{what}_tp{tp}": _real(m, what, tp) for m, what, tp in _ALL} | {
     "qwen3_vl_8b_tower_1024_float32_tp1": _real("qwen3_vl_8b", "tower_1024", 1, "float32"),

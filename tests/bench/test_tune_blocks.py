@@ -30,10 +30,10 @@ def test_an_entry_has_the_best_sizes_of_each_part() -> None:
     assert found == replace(BLOCKS, decode_keys=1024)
 
 
-def test_sizes_are_judged_by_the_sum_over_cases() -> None:
-    gains = shape({}, {(1024, 512): [3.0, 1.0], (1024, 1024): [2.5, 1.2], (512, 512): [1.0, 3.5]})
-    assert gains.entry() == replace(BLOCKS, prefill_rows=1024)
-    assert shape({}, {(1024, 512): [3.0, 1.0], (512, 512): [2.8, 1.3]}).entry() is None
+def test_sizes_are_judged_by_all_cases_which_count_alike() -> None:
+    gains = shape({}, {(1024, 512): [40.0, 1.0], (1024, 1024): [38.0, 1.2], (512, 512): [36, 1.05]})
+    assert gains.entry() == replace(BLOCKS, prefill_keys=512)
+    assert shape({}, {(1024, 512): [40.0, 1.0], (1024, 1024): [38.0, 1.2]}).entry() is None
 
 
 def test_a_small_gain_is_left_to_the_formula() -> None:
