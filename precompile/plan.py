@@ -139,6 +139,14 @@ class Plan:
             }
         return out
 
+    def _kept_free(self) -> str:
+        """How much of the free memory no plan may use."""
+        margin = self.chip.hbm_bytes * (1 - self.utilization) + RUNTIME_RESERVE_BYTES
+        return (
+            f"must be at least {margin / _GIB:.3f}: the runtime's {RUNTIME_RESERVE_BYTES / _GIB:.2f} and "
+            f"what --hbm-utilization {self.utilization:g} leaves"
+        )
+
     def table(self) -> str:
         """The plan as text."""
         f, gib = self.footprint, _GIB
@@ -158,7 +166,7 @@ class Plan:
             ("slots", f.state, "page tables, token counts, recurrent state"),
             ("largest temporaries", f.temporaries, how),
             ("program code", f.code, f"{len(self.programs)} programs, {how}"),
-            ("free", self.free_bytes, f"{RUNTIME_RESERVE_BYTES / gib:.2f} of it reserved"),
+            ("free", self.free_bytes, self._kept_free()),
         ]
         lines += [
             f"  {name:<20}{size / gib:>9.3f} GiB  {text}".rstrip() for name, size, text in rows

@@ -63,6 +63,8 @@ def test_table_says_the_same() -> None:
     table = plan.table()
     for text in ("fits", f"{plan.kv_tokens} tokens", "decode, 64 x", "prefill, 1024", "tokens/s"):
         assert text in table
+    # Of 31.25 GiB a tenth, and a quarter of a GiB.
+    assert "must be at least 3.375: the runtime's 0.25 and what --hbm-utilization 0.9" in table
 
 
 def test_the_listed_programs_are_those_that_are_compiled() -> None:
