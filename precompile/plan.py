@@ -142,10 +142,9 @@ class Plan:
     def _kept_free(self) -> str:
         """How much of the free memory no plan may use."""
         margin = self.chip.hbm_bytes * (1 - self.utilization) + RUNTIME_RESERVE_BYTES
-        return (
-            f"must be at least {margin / _GIB:.3f}: the runtime's {RUNTIME_RESERVE_BYTES / _GIB:.2f} and "
-            f"what --hbm-utilization {self.utilization:g} leaves"
-        )
+        reserve = f"the runtime's {RUNTIME_RESERVE_BYTES / _GIB:.2f}"
+        left = f"what --hbm-utilization {self.utilization:g} leaves"
+        return f"must be at least {margin / _GIB:.3f}: {reserve} and {left}"
 
     def table(self) -> str:
         """The plan as text."""
