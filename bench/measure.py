@@ -30,8 +30,8 @@ class Candidate:
         hbm_bytes: that it moves.
         num_copies: that it starts one by one; 0 where the grid's pipeline copies large blocks.
         copies_in_flight: how many of them at a time.
-        grid_steps: of the case, where the program is compiled for a smaller grid: the schedule of a
-            step is the same, and one compile serves many cases. None: it is compiled as it is.
+        grid_steps: of the case. The program may be compiled for a smaller grid: the schedule of a
+            step is the same, and one compile serves many cases. None: by the program itself.
         after: what the same program does when this has ended, none of it hidden.
     """
 
@@ -178,6 +178,8 @@ def vision_candidate(
         name="tpu_vl",
         program=own.vision_program(case, blocks),
         counts=counts,
+        # Known here, and not from every schedule: the compiler may spill the grid's counter.
+        grid_steps=own.vision_steps(case, blocks),
         hbm_bytes=own.vision_bytes(case, blocks),
     )
 

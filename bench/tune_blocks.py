@@ -160,7 +160,6 @@ class Tower:
         return replace(
             measure.vision_candidate(case, blocks, tower_visits.counts(case, blocks)),
             program=own.vision_step(case, blocks),
-            grid_steps=own.vision_steps(case, blocks),
         )
 
 
