@@ -9,7 +9,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from tpu_vl.config import EngineConfig
 from tpu_vl.engine.layout import BIAS_CAPACITY
 from tpu_vl.kernels.paged_attention.api import cache_dtype, cache_shape, cache_spec
-from tpu_vl.mesh import MODEL, model_size, platform
+from tpu_vl.kernels.sharding import heads_axis
+from tpu_vl.mesh import MODEL, platform
 from tpu_vl.models.family import Backend, Family
 from tpu_vl.tree import pytree
 
@@ -88,7 +89,7 @@ def abstract_state(
         pool = array(
             (engine_config.pool_rows + 1, 1 + geometry.num_levels, width),
             dtype,
-            PartitionSpec(None, None, MODEL if width % model_size(mesh) == 0 else None),
+            PartitionSpec(None, None, heads_axis(width, mesh)),
         )
         num_bins = geometry.num_bins
         hidden = array(
@@ -104,9 +105,7 @@ def abstract_state(
         page_table_BL=array((num_slots, engine_config.max_pages_per_seq), jnp.int32),
         last_token_B=array((num_slots,), jnp.int32),
         counts_BV=array(
-            (num_slots, vocab),
-            jnp.uint16,
-            PartitionSpec(None, MODEL if vocab % model_size(mesh) == 0 else None),
+            (num_slots, vocab), jnp.uint16, PartitionSpec(None, heads_axis(vocab, mesh))
         ),
         bias_id_BZ=array((num_slots, BIAS_CAPACITY), jnp.int32),
         bias_value_BZ=array((num_slots, BIAS_CAPACITY), jnp.float32),

@@ -290,19 +290,15 @@ def _joined(out_TNH: jax.Array, o_NHD: jax.Array, backend: Backend) -> jax.Array
         return out_TQ @ o_NHD.reshape(num_heads * width, -1)
 
 
-def _is_shared(x_TD: jax.Array, backend: Backend) -> bool:
-    """Whether the devices share what stands between the layers, D over "model"."""
-    num_tokens, width = x_TD.shape
-    return num_tokens >= SHARED_TOKENS and width % model_size(backend.mesh) == 0
-
-
 def _residual(x_TD: jax.Array, backend: Backend) -> jax.Array:
     """Places what stands between the layers: whole, or of long batches D over the devices.
 
     Then norms and sums are shared work, and a reduce-scatter and an all-gather move what one
     all-reduce would; of a short batch only the latency of the collectives counts.
     """
-    spec = PartitionSpec(None, MODEL if _is_shared(x_TD, backend) else None)
+    num_tokens, width = x_TD.shape
+    is_shared = num_tokens >= SHARED_TOKENS and width % model_size(backend.mesh) == 0
+    spec = PartitionSpec(None, MODEL if is_shared else None)
     return jax.lax.with_sharding_constraint(x_TD, NamedSharding(backend.mesh, spec))
 
 
