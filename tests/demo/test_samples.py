@@ -12,7 +12,7 @@ PICTURES = ("one", "two", "crowd", "digit", "number", "pair")
 CLIPS = ("move", "turn")
 
 
-def made(kind, split="heldout", count=NUM):
+def made(kind, split: samples.Split = "heldout", count=NUM):
     return [samples.sample(split, kind, i) for i in range(count)]
 
 

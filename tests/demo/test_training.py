@@ -37,7 +37,7 @@ def test_every_branch_is_what_the_processor_makes_of_it(maker, kind):
     transformers = pytest.importorskip("transformers")
     processor = transformers.AutoProcessor.from_pretrained(str(CHECKPOINT))
     sample = samples.sample("train", kind, 3)
-    turns = [((ask.text(1), ask.answer),) for ask in sample.asks[:2]]
+    turns: list[talks.Turns] = [((ask.text(1), ask.answer),) for ask in sample.asks[:2]]
     turns.append((*turns[0], *turns[1]))
     for system in (None, words.SYSTEM_PROMPTS[0]):
         talk = maker.assemble(sample, system, turns)

@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import time
 from pathlib import Path
+from queue import Full
 from typing import Any
 
 import jax
@@ -29,6 +30,7 @@ SAVE_EVERY = 200
 LOG_EVERY = 50
 QUEUED_BATCHES = 24
 NUM_SHOWN_BATCHES = 24
+_PUT_TIMEOUT_S = 10.0
 COUNTED = (*samples.KINDS, *(f"cell_{name}" for name in talks.CELL_LABELS))
 """What a log line gives the share of right answers of: tokens by kind, cells by label."""
 
@@ -39,8 +41,15 @@ _WORKER_ENVIRONMENT = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREA
 def produce(queue: Any, folder: Path, first_step: int, num_steps: int) -> None:
     """Fills the queue with the batches from `first_step` on, in its own process."""
     maker = talks.TalkMaker(folder)
+    trainer = multiprocessing.parent_process()
     for step in range(first_step, num_steps):
-        queue.put(batches.make_batch(maker, SEED, NUM_ROWS, step, num_steps))
+        batch = batches.make_batch(maker, SEED, NUM_ROWS, step, num_steps)
+        while trainer is not None and trainer.is_alive():
+            try:
+                queue.put(batch, timeout=_PUT_TIMEOUT_S)
+                break
+            except Full:
+                continue  # a trainer that was killed takes nothing any more
 
 
 def save_state(path: Path, params: Any, state: optimizer.AdamState) -> None:
@@ -83,7 +92,8 @@ def train(out: Path, *, num_steps: int, resume: bool) -> None:
         learnt, state = load_state(out / "state.npz", (learnt, state))
 
     def loss(learnt: Any, batch: batches.Batch) -> Any:
-        return objective.loss(*learnt, batch, cfg=cfg, backend=backend)
+        params, probes = learnt
+        return objective.loss(params, probes, batch, cfg=cfg, backend=backend)
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
     def step(learnt: Any, state: optimizer.AdamState, batch: batches.Batch) -> Any:
