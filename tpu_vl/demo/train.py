@@ -44,12 +44,18 @@ def produce(queue: Any, folder: Path, first_step: int, num_steps: int) -> None:
     trainer = multiprocessing.parent_process()
     for step in range(first_step, num_steps):
         batch = batches.make_batch(maker, SEED, NUM_ROWS, step, num_steps)
-        while trainer is not None and trainer.is_alive():
-            try:
-                queue.put(batch, timeout=_PUT_TIMEOUT_S)
-                break
-            except Full:
-                continue  # a trainer that was killed takes nothing any more
+        while not _put(queue, batch):
+            if trainer is None or not trainer.is_alive():
+                return  # a trainer that was killed takes nothing any more
+
+
+def _put(queue: Any, batch: batches.Batch) -> bool:
+    """Whether the queue took the batch in time."""
+    try:
+        queue.put(batch, timeout=_PUT_TIMEOUT_S)
+    except Full:
+        return False
+    return True
 
 
 def save_state(path: Path, params: Any, state: optimizer.AdamState) -> None:
