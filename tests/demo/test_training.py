@@ -162,6 +162,27 @@ def test_rows_hold_whole_talks(maker):
             assert target == talks.IGNORE or batch.ids_GT[row, place + 1] == target
 
 
+def test_a_mirrored_talk_has_the_places_of_its_cells_in_reverse():
+    coords_2P, index_4P, _ = batches._tables(4, 6, (False, False))
+    turned_2P, turned_4P, _ = batches._tables(4, 6, (False, True))
+    np.testing.assert_array_equal(turned_2P[0], coords_2P[0])
+    np.testing.assert_array_equal(turned_2P[1] // 2, 2 - coords_2P[1] // 2)
+    np.testing.assert_array_equal(turned_2P[1] % 2, coords_2P[1] % 2)
+    assert sorted(map(tuple, turned_4P.T)) == sorted(map(tuple, index_4P.T))
+    upside_2P, _, _ = batches._tables(4, 6, (True, False))
+    np.testing.assert_array_equal(upside_2P[0] // 2, 1 - coords_2P[0] // 2)
+
+
+def test_only_pictures_of_two_shapes_are_mirrored(maker):
+    def share(kind):
+        rng = np.random.default_rng(0)
+        made = [maker.talk(samples.sample("train", kind, i), rng, 1).mirrored for i in range(60)]
+        return np.mean(made)
+
+    assert 0.25 < share("two") < 0.55
+    assert share("crowd") == share("number") == 0
+
+
 def test_the_largest_samples_fit_a_row(maker):
     for kind in samples.KINDS:
         for index in range(60):

@@ -60,9 +60,17 @@ class Batch(NamedTuple):
 
 
 @cache
-def _tables(grid_h: int, grid_w: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _tables(
+    grid_h: int, grid_w: int, mirrored: tuple[bool, bool]
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Coordinates, position-table cells and weights of a frame's patches."""
     index_4P, weight_4P = interpolation_tables(grid_h, grid_w, POSITION_SIDE, MERGE)
-    return patch_coords(grid_h, grid_w, MERGE), index_4P, weight_4P
+    coords_2P = patch_coords(grid_h, grid_w, MERGE)
+    cells = np.arange(grid_h * grid_w // MERGE**2).reshape(grid_h // MERGE, grid_w // MERGE)
+    for axis, is_mirrored in enumerate(mirrored):
+        cells = np.flip(cells, axis) if is_mirrored else cells
+    order = (cells.reshape(-1, 1) * MERGE**2 + np.arange(MERGE**2)).reshape(-1)
+    return coords_2P[:, order], index_4P[:, order], weight_4P[:, order]
 
 
 def empty(num_rows: int) -> Batch:
@@ -116,7 +124,7 @@ def put(batch: Batch, row: int, fill: Fill, talk: Talk, kind: int) -> None:
     for grid_t, grid_h, grid_w in talk.grids:
         per_frame = grid_h * grid_w
         patches = slice(first, first + grid_t * per_frame)
-        coords_2P, index_4P, weight_4P = _tables(grid_h, grid_w)
+        coords_2P, index_4P, weight_4P = _tables(grid_h, grid_w, talk.mirrored)
         batch.coords_G2P[row, :, patches] = np.tile(coords_2P, (1, grid_t))
         batch.interp_index_G4P[row, :, patches] = np.tile(index_4P, (1, grid_t))
         batch.interp_weight_G4P[row, :, patches] = np.tile(weight_4P, (1, grid_t))

@@ -35,6 +35,9 @@ _LEAST_COVER = 0.3  # of a cell, from which a thing counts as seen in it
 _SYSTEM_SHARE = 0.12
 _TEXT_FIRST_SHARE = 0.08
 _SECOND_TURN_SHARE = 0.2
+# Of the pictures of two shapes, along each axis. A tower that cannot trust its own positions leaves
+# it to the language model to tell left from right, by the positions of the media tokens.
+_MIRRORED_SHARE = 0.4
 _VISION_END = "<|vision_end|>"
 
 Turns = tuple[tuple[str, str], ...]
@@ -47,7 +50,8 @@ class Talk(NamedTuple):
     which sees the trunk and itself, at the positions that it would have alone. Fields: patches of
     all media; the grid of each; ids, M-RoPE positions, whether a token stands for a merged cell,
     the branch of each token; the places whose next token belongs to an answer; a label of each
-    cell for each of `CELL_LABELS`.
+    cell for each of `CELL_LABELS`; whether the tower is told the cells' rows, or columns, in the
+    reverse order.
     """
 
     patches_PW: np.ndarray
@@ -58,6 +62,7 @@ class Talk(NamedTuple):
     branch_T: np.ndarray
     places_A: np.ndarray
     labels_M5: np.ndarray
+    mirrored: tuple[bool, bool] = (False, False)
 
 
 class TalkMaker:
@@ -94,7 +99,11 @@ class TalkMaker:
         branches = [self._turns(chosen[i:], rng) for i in range(count)]
         system = str(rng.choice(words.SYSTEM_PROMPTS)) if rng.random() < _SYSTEM_SHARE else None
         lead = branches[0][0][0] if text_first else ""
-        return self.assemble(sample, system, branches, lead)
+        talk = self.assemble(sample, system, branches, lead)
+        if sample.kind != "two":
+            return talk
+        rows, columns = rng.random(2) < _MIRRORED_SHARE
+        return talk._replace(mirrored=(bool(rows), bool(columns)))
 
     def _turns(self, asks: list[Ask], rng: np.random.Generator) -> Turns:
         count = 2 if len(asks) > 1 and rng.random() < _SECOND_TURN_SHARE else 1
