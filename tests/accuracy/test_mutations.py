@@ -24,7 +24,7 @@ TASKS = {
     "media swapped": "which",
     "frames shuffled": "direction",
     "flat positions": "relation",
-    "no DeepStack": "shape",
+    "no DeepStack": "colour",
 }
 
 
