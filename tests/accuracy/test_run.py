@@ -1,6 +1,7 @@
 """The gate against servers that are right, wrong, broken or silent: it must be able to fail."""
 
 import json
+from functools import cache
 
 import httpx
 import pytest
@@ -9,8 +10,19 @@ from tpu_vl.accuracy import run
 from tpu_vl.accuracy.suite import BUNDLED_TASKS, questions
 from tpu_vl.errors import ConfigError
 
-NUM = 4
+NUM = 2
+NUM_REQUESTS = NUM * len(BUNDLED_TASKS)
 MARKS: dict[str, float] = dict.fromkeys(BUNDLED_TASKS, 0.95)
+# What the bundled model is promised to reach, by task; the others publish what they reach.
+PROMISED = {
+    **dict.fromkeys(("shape", "colour", "direction", "order", "relation"), 0.95),
+    **dict.fromkeys(("count", "digit"), 0.9),
+}
+
+
+@cache
+def right_answers():
+    return {json.dumps(q.messages): q.answer for q in questions("bundled", NUM)}
 
 
 class FakeServer:
@@ -18,7 +30,7 @@ class FakeServer:
 
     def __init__(self, reply):
         self.reply = reply
-        self.right = {json.dumps(q.content): q.answer for q in questions("bundled", NUM)}
+        self.right = right_answers()
         self.num_requests = 0
 
     def __call__(self, request: httpx.Request) -> httpx.Response:
@@ -29,7 +41,7 @@ class FakeServer:
         assert body["model"] == "fake"
         assert body["temperature"] == 0
         self.num_requests += 1
-        return self.reply(self.right[json.dumps(body["messages"][0]["content"])], self.num_requests)
+        return self.reply(self.right[json.dumps(body["messages"])], self.num_requests)
 
 
 def said(text, num_tokens=2):
@@ -53,8 +65,8 @@ def evaluate(reply):
 def test_right_answers_pass():
     scores = evaluate(lambda right, _: said(right))
     assert run.verdict(scores, MARKS) == []
-    assert scores.num_requests == 3 * NUM
-    assert scores.num_generated_tokens == 2 * 3 * NUM
+    assert scores.num_requests == NUM_REQUESTS
+    assert scores.num_generated_tokens == 2 * NUM_REQUESTS
     assert scores.model == "fake"
     shown = json.loads(json.dumps(scores.to_json()))
     assert {t["share"] for t in shown["tasks"].values()} == {1.0}
@@ -75,7 +87,7 @@ def test_a_longer_answer_is_wrong():
 def test_one_failed_request_fails():
     scores = evaluate(lambda right, n: said(right) if n > 1 else httpx.Response(500, text="oops"))
     assert scores.num_failed == 1
-    assert f"1 of {3 * NUM} requests failed" in run.verdict(scores, dict.fromkeys(MARKS, 0.0))
+    assert f"1 of {NUM_REQUESTS} requests failed" in run.verdict(scores, dict.fromkeys(MARKS, 0.0))
 
 
 def test_a_broken_connection_is_a_failed_request():
@@ -90,7 +102,7 @@ def test_a_broken_connection_is_a_failed_request():
 @pytest.mark.parametrize("answer", [{}, {"choices": []}, {"choices": [{"message": {}}]}, []])
 def test_a_malformed_answer_is_a_failed_request(answer):
     scores = evaluate(lambda _right, _n: httpx.Response(200, json=answer))
-    assert scores.num_failed == 3 * NUM
+    assert scores.num_failed == NUM_REQUESTS
 
 
 def test_silence_fails_even_without_marks():
@@ -104,13 +116,14 @@ def test_one_empty_answer_fails():
     scores = evaluate(lambda right, n: said(right) if n > 1 else said("", 0))
     assert scores.num_empty == 1
     assert run.verdict(scores, dict.fromkeys(MARKS, 0.0)) == [
-        f"1 of {3 * NUM} answers have no token"
+        f"1 of {NUM_REQUESTS} answers have no token"
     ]
 
 
 def test_a_task_without_a_mark_fails():
     scores = evaluate(lambda right, _: said(right))
-    assert run.verdict(scores, {"shape": 0.9, "colour": 0.9}) == ["direction: there is no mark"]
+    fewer = {task: mark for task, mark in MARKS.items() if task != "direction"}
+    assert run.verdict(scores, fewer) == ["direction: there is no mark"]
     assert run.verdict(scores, {**MARKS, "sound": 0.9}) == ["sound: there is no answer"]
 
 
@@ -137,7 +150,8 @@ def test_concurrency_is_checked():
 def test_marks_hold_the_promise(dtype):
     marks = run.read_marks("bundled", dtype)
     assert set(marks) == set(BUNDLED_TASKS)
-    assert all(0.95 <= mark <= 1 for mark in marks.values())
+    assert all(marks[task] >= mark for task, mark in PROMISED.items())
+    assert all(0 < mark <= 1 for mark in marks.values())
 
 
 def test_marks_that_do_not_exist():

@@ -1,6 +1,7 @@
 """The bundled folder: its size, its types, its tokenizer; nothing in it is stale."""
 
 import json
+import math
 
 import av
 import numpy as np
@@ -11,7 +12,9 @@ from tokenizers import Tokenizer
 
 from tpu_vl.demo import CHECKPOINT, MEDIA, NOTICE, bundle, configs, samples, tokenizer, words
 
-LIMIT_BYTES = 8_000_000
+LIMIT_BYTES = 12_500_000
+LIMIT_WEIGHT_BYTES = 12_000_000
+LIMIT_PARAMETERS = 6_000_000
 
 
 @pytest.fixture(scope="module")
@@ -21,6 +24,10 @@ def bpe() -> Tokenizer:
 
 def test_folder_is_small():
     assert sum(path.stat().st_size for path in CHECKPOINT.iterdir()) <= LIMIT_BYTES
+    assert (CHECKPOINT / "model.safetensors").stat().st_size <= LIMIT_WEIGHT_BYTES
+    with safe_open(CHECKPOINT / "model.safetensors", framework="np") as file:
+        shapes = [file.get_slice(key).get_shape() for key in file.keys()]  # noqa: SIM118
+    assert sum(math.prod(shape) for shape in shapes) <= LIMIT_PARAMETERS
 
 
 def test_weights_are_bfloat16_and_the_head_is_tied():
@@ -92,18 +99,30 @@ def test_tokenizer_loads_in_transformers(bpe):
         assert loaded.encode(text) == bpe.encode(text).ids
 
 
+def test_answers_are_single_tokens(bpe):
+    alone = [*words.SHAPES, *words.COLOURS, *words.DIRECTIONS, *words.COUNTS, *words.PLACES]
+    ids = [bpe.encode(word).ids for word in alone]
+    assert all(len(found) == 1 for found in ids)
+    assert len({found[0] for found in ids}) == len(alone)
+
+
 def test_bundled_media_are_the_generators():
     answers = json.loads((MEDIA / "answers.json").read_text())
-    image = samples.image("heldout", bundle.IMAGE_INDEX)
-    video = samples.video("heldout", bundle.VIDEO_INDEX)
-    assert [a["answer"] for a in answers] == [image.answer("both"), video.answer("direction")]
-    with Image.open(MEDIA / answers[0]["file"]) as picture:
-        assert picture.tobytes() == image.frames[0].tobytes()
-    with av.open(str(MEDIA / answers[1]["file"]), "r") as file:
-        frames = [frame.to_ndarray(format="rgb24") for frame in file.decode(video=0)]
-    assert len(frames) == len(video.frames)
-    for frame, original in zip(frames, video.frames, strict=True):
-        assert np.abs(frame.astype(int) - np.asarray(original, dtype=int)).mean() < 8
+    expected = []
+    for file, kind, index, tasks in bundle.BUNDLED:
+        sample = samples.sample("heldout", kind, index)
+        asks = [sample.ask(task) for task in tasks]
+        expected += [{"file": file, "question": a.text(0), "answer": a.answer} for a in asks]
+        if not sample.is_clip:
+            with Image.open(MEDIA / file) as picture:
+                assert picture.tobytes() == sample.media[0][0].tobytes()
+            continue
+        with av.open(str(MEDIA / file), "r") as opened:
+            frames = [frame.to_ndarray(format="rgb24") for frame in opened.decode(video=0)]
+        assert len(frames) == len(sample.media[0])
+        for frame, original in zip(frames, sample.media[0], strict=True):
+            assert np.abs(frame.astype(int) - np.asarray(original, dtype=int)).mean() < 8
+    assert answers == expected
 
 
 def test_notice_says_what_it_knows_and_how_to_serve_a_real_model():

@@ -4,7 +4,7 @@ import pytest
 from jinja2 import TemplateError
 
 from tpu_vl.demo import CHECKPOINT
-from tpu_vl.demo.batches import TalkMaker
+from tpu_vl.demo.talks import TalkMaker
 
 IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
 VIDEO = "<|vision_start|><|video_pad|><|vision_end|>"

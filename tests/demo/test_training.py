@@ -1,4 +1,6 @@
-"""What the training script rests on: batches as a server makes them, updates, resuming."""
+"""What the training script rests on: talks as a server makes them, updates, resuming."""
+
+import json
 
 import jax
 import jax.numpy as jnp
@@ -6,88 +8,197 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from tpu_vl.demo import CHECKPOINT, batches, objective, optimizer, samples, start, train
+from tpu_vl.demo import (
+    CHECKPOINT,
+    batches,
+    curves,
+    objective,
+    optimizer,
+    samples,
+    start,
+    talks,
+    train,
+    words,
+)
 
 
 @pytest.fixture(scope="module")
 def maker():
-    return batches.TalkMaker(CHECKPOINT)
+    return talks.TalkMaker(CHECKPOINT)
 
 
-@pytest.fixture(scope="module")
-def pool(maker):
-    return batches.TalkPool(maker, "train", num_pairs=6, seed=1)
+def batch_of(maker, num_rows=2, step=5):
+    return batches.make_batch(maker, 1, num_rows, step, 100)
 
 
-def test_a_talk_is_what_the_processor_makes_of_it(maker):
+@pytest.mark.parametrize("kind", samples.KINDS)
+def test_every_branch_is_what_the_processor_makes_of_it(maker, kind):
     pytest.importorskip("torchvision")
     transformers = pytest.importorskip("transformers")
     processor = transformers.AutoProcessor.from_pretrained(str(CHECKPOINT))
-    for index in range(6):
-        for sample in (samples.image("train", index), samples.video("train", index)):
-            talk = maker.talk(sample, np.random.default_rng(index))
-            text = maker.tokenizer.decode(talk.ids_T, skip_special_tokens=False)
-            if sample.direction is None:
-                text = _shorten(text, "<|image_pad|>")
-                inputs = processor(text=[text], images=[sample.frames[0]], return_tensors="np")
-                grid = inputs["image_grid_thw"][0]
-            else:
-                first = text.index("<|vision_start|>") + len("<|vision_start|>")
-                text = f"{text[:first]}<|video_pad|>{text[text.rindex('<|vision_end|>') :]}"
-                inputs = processor(
-                    text=[text],
-                    videos=[np.stack([np.asarray(f) for f in sample.frames]).transpose(0, 3, 1, 2)],
-                    video_metadata=[
-                        {
-                            "fps": sample.rate,
-                            "total_num_frames": len(sample.frames),
-                            "frames_indices": list(range(len(sample.frames))),
-                        }
-                    ],
-                    do_sample_frames=False,
-                    return_tensors="np",
-                )
-                grid = inputs["video_grid_thw"][0]
-            assert tuple(grid) == talk.grid_thw
-            assert inputs["input_ids"][0].tolist() == talk.ids_T.tolist()
+    sample = samples.sample("train", kind, 3)
+    turns: list[talks.Turns] = [((ask.text(1), ask.answer),) for ask in sample.asks[:2]]
+    turns.append((*turns[0], *turns[1]))
+    for system in (None, words.SYSTEM_PROMPTS[0]):
+        talk = maker.assemble(sample, system, turns)
+        for number, branch in enumerate(turns):
+            inputs = processed(processor, sample, system, branch)
+            chosen = (talk.branch_T == talks.TRUNK) | (talk.branch_T == number)
+            assert inputs["input_ids"][0].tolist() == talk.ids_T[chosen].tolist()
+            grids = inputs["video_grid_thw" if sample.is_clip else "image_grid_thw"]
+            assert [tuple(grid) for grid in grids.tolist()] == list(talk.grids)
+            alone = maker.assemble(sample, system, [branch])
+            np.testing.assert_array_equal(alone.positions_3T, talk.positions_3T[:, chosen])
 
 
-def _shorten(text: str, pad: str) -> str:
-    first, last = text.index(pad), text.rindex(pad)
-    return text[:first] + text[last:]
+def processed(processor, sample, system, turns):
+    """What transformers makes of one conversation."""
+    content = [{"type": "video" if sample.is_clip else "image"} for _ in sample.media]
+    messages = [{"role": "system", "content": system}] if system else []
+    for question, answer in turns:
+        messages.append({"role": "user", "content": [*content, {"type": "text", "text": question}]})
+        messages.append({"role": "assistant", "content": answer})
+        content = []
+    text = processor.apply_chat_template(messages, tokenize=False)
+    if not sample.is_clip:
+        images = [frames[0] for frames in sample.media]
+        return processor(text=[text], images=images, return_tensors="np")
+    frames = np.stack([np.asarray(f) for f in sample.media[0]]).transpose(0, 3, 1, 2)
+    metadata = {
+        "fps": sample.rate,
+        "total_num_frames": len(frames),
+        "frames_indices": list(range(len(frames))),
+    }
+    return processor(
+        text=[text],
+        videos=[frames],
+        video_metadata=[metadata],
+        do_sample_frames=False,
+        return_tensors="np",
+    )
+
+
+def test_a_question_may_stand_before_the_picture(maker):
+    sample = samples.sample("train", "one", 3)
+    question = sample.asks[0].text(0)
+    talk = maker.assemble(sample, None, [((question, "circle"),)], question)
+    text = maker.tokenizer.decode(talk.ids_T, skip_special_tokens=False)
+    assert text.startswith(f"<|im_start|>user\n{question}<|vision_start|>")
+    assert "<|vision_end|><|im_end|>\n<|im_start|>assistant\ncircle<|im_end|>" in text
 
 
 def test_targets_are_the_answers_and_their_ends(maker):
-    sample = samples.image("train", 3)
-    talk = maker.talk(sample, np.random.default_rng(0))
+    sample = samples.sample("train", "two", 3)
+    talk = maker.talk(sample, np.random.default_rng(0), 5)
     said = maker.tokenizer.decode(talk.ids_T[talk.places_A + 1], skip_special_tokens=False)
     answers = said.split("<|im_end|>")
     assert answers.pop() == ""
-    assert answers
-    assert set(answers) <= {sample.answer(task) for task in ("shape", "colour", "both")}
+    assert len(answers) >= 5
+    assert set(answers) <= {ask.answer for ask in sample.asks}
 
 
-def test_the_same_step_gives_the_same_batch(pool):
-    first, again = batches.make_batch(pool, 2, 5), batches.make_batch(pool, 2, 5)
-    other = batches.make_batch(pool, 2, 6)
+def test_labels_are_where_the_things_are(maker):
+    for kind in samples.KINDS:
+        sample = samples.sample("train", kind, 4)
+        talk = maker.assemble(sample, None, [(("a", "b"),)])
+        shown = {(t.colour, t.name) for m in sample.things for things in m for t in things}
+        shape, colour, digit, place, middle = talk.labels_M5.T
+        assert set(colour) - {0} <= {talks.COLOUR_CLASS[c] for c, _ in shown}
+        digits = {1 + int(name) for _, name in shown if name.isdigit()}
+        assert set(digit) - {0} == digits
+        assert set(place) - {0} == set(range(1, 1 + len(sample.asks[0].answer)) if digits else ())
+        assert set(shape) - {0} <= {talks.SHAPE_CLASS[n] for _, n in shown if not n.isdigit()}
+        assert middle.sum() >= len(sample.media)
+        assert len(colour) == sum(np.prod(grid) for grid in talk.grids) // talks.MERGE**2
+
+
+def test_a_token_sees_its_trunk_and_its_own_branch():
+    segments, branches = jnp.asarray([0, 0, 0, 0, 1, -1]), jnp.asarray([-1, -1, 0, 1, -1, -1])
+    seen = np.asarray(objective._seen(segments, branches))
+    expected = np.zeros((6, 6), bool)
+    for token, others in enumerate([[0], [0, 1], [0, 1, 2], [0, 1, 3], [4], [5]]):
+        expected[token, others] = True
+    np.testing.assert_array_equal(seen, expected)
+
+
+def test_branches_answer_as_they_would_alone(maker):
+    sample = samples.sample("train", "two", 3)
+    turns = [((ask.text(1), ask.answer),) for ask in sample.asks[:3]]
+    cfg = train.parsed_config(CHECKPOINT)
+    backend = objective.training_backend()
+    params = start.random(cfg, backend, 0)
+
+    def logits(branches):
+        batch = batches.empty(1)
+        batches.put(batch, 0, batches.Fill(), maker.assemble(sample, None, branches), 0)
+        row = jax.tree.map(lambda a: a[0], batch)
+        found, _ = objective.answer_logits(params, row, cfg, backend)
+        return np.asarray(found)[batch.targets_GA[0] >= 0]
+
+    together = logits(turns)
+    alone = np.concatenate([logits([branch]) for branch in turns])
+    np.testing.assert_allclose(together, alone, atol=2e-5)
+
+
+def test_the_same_step_gives_the_same_batch(maker):
+    first, again, other = batch_of(maker), batch_of(maker), batch_of(maker, step=6)
     for a, b in zip(first, again, strict=True):
         np.testing.assert_array_equal(a, b)
     assert not np.array_equal(first.ids_GT, other.ids_GT)
 
 
-def test_rows_hold_whole_samples(pool):
-    batch = batches.make_batch(pool, 3, 0)
+def test_rows_hold_whole_talks(maker):
+    batch = batch_of(maker, 3)
     for row in range(3):
         media = batch.pool_row_GT[row] >= 0
-        cells = batch.num_patches_G[row] // batches.MERGE**2
+        cells = batch.num_patches_G[row] // talks.MERGE**2
         assert batch.pool_row_GT[row][media].tolist() == list(range(cells))
-        labelled = (batch.labels_GS3[row, :, 0] >= 0).sum()
-        assert labelled == batch.segments_GT[row].max() + 1 >= 2
+        labelled = batch.labels_GM5[row, :, 0] >= 0
+        assert labelled.tolist() == (np.arange(len(labelled)) < cells).tolist()
         bounds = batch.bounds_G2P[row][:, : batch.num_patches_G[row]]
         places = np.arange(batch.num_patches_G[row])
         assert np.all((bounds[0] <= places) & (places < bounds[1]))
         for place, target in zip(batch.places_GA[row], batch.targets_GA[row], strict=True):
-            assert target == batches.IGNORE or batch.ids_GT[row, place + 1] == target
+            assert target == talks.IGNORE or batch.ids_GT[row, place + 1] == target
+
+
+def test_a_mirrored_talk_has_the_places_of_its_cells_in_reverse():
+    coords_2P, index_4P, _ = batches._tables(4, 6, (False, False))
+    turned_2P, turned_4P, _ = batches._tables(4, 6, (False, True))
+    np.testing.assert_array_equal(turned_2P[0], coords_2P[0])
+    np.testing.assert_array_equal(turned_2P[1] // 2, 2 - coords_2P[1] // 2)
+    np.testing.assert_array_equal(turned_2P[1] % 2, coords_2P[1] % 2)
+    assert sorted(map(tuple, turned_4P.T)) == sorted(map(tuple, index_4P.T))
+    upside_2P, _, _ = batches._tables(4, 6, (True, False))
+    np.testing.assert_array_equal(upside_2P[0] // 2, 1 - coords_2P[0] // 2)
+
+
+def test_only_pictures_of_two_shapes_are_mirrored(maker):
+    def share(kind):
+        rng = np.random.default_rng(0)
+        made = [maker.talk(samples.sample("train", kind, i), rng, 1).mirrored for i in range(60)]
+        return np.mean(made)
+
+    assert 0.25 < share("two") < 0.55
+    assert share("crowd") == share("number") == 0
+
+
+def test_the_largest_samples_fit_a_row(maker):
+    for kind in samples.KINDS:
+        for index in range(60):
+            sample = samples.sample("train", kind, index)
+            talk = maker.talk(sample, np.random.default_rng(index), batches.MAX_BRANCHES)
+            assert batches.Fill().after(talk).fits()
+
+
+def test_the_mix_begins_with_the_simple_and_has_every_kind():
+    first, last = batches.mix(0.0), batches.mix(1.0)
+    assert first.sum() == pytest.approx(1)
+    assert last.sum() == pytest.approx(1)
+    assert min(*first, *last) > 0
+    one = list(samples.KINDS).index("one")
+    assert first[one] > 2 * last[one]
+    np.testing.assert_array_equal(batches.mix(batches.MIX_SHARE), last)
 
 
 def test_update_is_adamw():
@@ -131,12 +242,6 @@ def test_the_patch_embedding_whitens():
     np.testing.assert_allclose(covariance - np.diag(np.diag(covariance)), 0, atol=1e-3)
 
 
-def test_answers_are_single_tokens(maker):
-    ids = objective.answer_ids(maker.tokenizer.get_vocab())
-    assert [len(task) for task in ids] == [5, 6, 4]
-    assert len({int(i) for task in ids for i in task}) == 15
-
-
 def test_state_survives_the_file(tmp_path):
     params = {"w": jnp.arange(6.0).reshape(2, 3)}
     state = optimizer.start(params)
@@ -146,6 +251,29 @@ def test_state_survives_the_file(tmp_path):
     np.testing.assert_array_equal(loaded["w"], params["w"])
     assert int(loaded_state.step) == int(state.step)
     assert [p.name for p in tmp_path.iterdir()] == ["state.npz"]
+
+
+def test_the_log_of_a_resumed_run_has_no_line_twice(tmp_path):
+    path = tmp_path / "log.jsonl"
+    path.write_text("".join(json.dumps({"step": step}) + "\n" for step in (50, 100, 150)))
+    train._Log(path, 100)
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [50, 100]
+
+
+def test_curves_end_where_the_log_does(tmp_path):
+    path = tmp_path / "log.jsonl"
+
+    def written(last):
+        with path.open("w") as file:
+            for step in range(50, 550, 50):
+                share = 0.1 if step < 500 else last
+                line = {"step": step, "loss": 2.0, **dict.fromkeys(train.COUNTED, share)}
+                file.write(json.dumps(line) + "\n")
+        return np.asarray(curves.draw(path))
+
+    low, high = written(0.1), written(0.9)
+    assert low.shape == high.shape
+    assert not np.array_equal(low, high)
 
 
 @pytest.mark.slow

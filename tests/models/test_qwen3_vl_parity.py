@@ -101,11 +101,12 @@ def test_training_path_equals_serving(runner: Runner, reference: Any) -> None:
     prompt = PROMPTS["image"]()
     pool, rows_T = runner.prompt_pool(prompt)
     cfg, text = runner.cfg, runner.params.text
-    segments_T = jnp.zeros(len(prompt.ids), jnp.int32)
+    order = jnp.arange(len(prompt.ids))
+    seen_TT = order[:, None] >= order[None]
 
     def attend(q: Any, k: Any, v: Any, rope: Any, state: None) -> tuple[Any, None]:
         scale = cfg.text.head_dim**-0.5
-        return ops.causal_attention(q, k, v, rope, segments_T, scale=scale), state
+        return ops.masked_attention(q, k, v, rope, seen_TT, scale=scale), state
 
     def forward(text: Any, pool: Any) -> Any:
         hidden, _ = qwen3_vl.text_layers(

@@ -133,7 +133,7 @@ async def _model_name(client: httpx.AsyncClient) -> str:
 async def _ask(client: httpx.AsyncClient, model: str, question: Question) -> _Reply:
     body = {
         "model": model,
-        "messages": [{"role": "user", "content": question.content}],
+        "messages": question.messages,
         "temperature": 0,
         "max_tokens": _MAX_TOKENS,
     }

@@ -1,24 +1,30 @@
-"""Writes the picture and the clip that the demo asks about: `python -m tpu_vl.demo.bundle`."""
+"""Writes the pictures and the clip that the demo asks about: `python -m tpu_vl.demo.bundle`."""
 
 import json
 
 from tpu_vl.demo import MEDIA, samples
 from tpu_vl.demo.encode import image_bytes, video_bytes
 
-IMAGE_INDEX = 100_006
-VIDEO_INDEX = 100_004
+# File, kind and number of the held-out sample, tasks that are asked.
+BUNDLED = (
+    ("picture.png", "two", 1_000_000, ("describe", "relation")),
+    ("number.png", "number", 1_000_000, ("number",)),
+    ("clip.mp4", "turn", 1_000_000, ("direction", "order")),
+)
 
 
 def write() -> None:
     """Replaces the bundled media and their questions and answers."""
-    image, video = samples.image("heldout", IMAGE_INDEX), samples.video("heldout", VIDEO_INDEX)
-    (MEDIA / "picture.png").write_bytes(image_bytes(image.frames[0], "png"))
-    (MEDIA / "clip.mp4").write_bytes(video_bytes(video))
-    asked = [
-        ("picture.png", "What is in the picture?", image.answer("both")),
-        ("clip.mp4", "Which way does it move?", video.answer("direction")),
-    ]
-    answers = [{"file": f, "question": q, "answer": a} for f, q, a in asked]
+    answers = []
+    for file, kind, index, tasks in BUNDLED:
+        sample = samples.sample("heldout", kind, index)
+        frames = sample.media[0]
+        is_clip = sample.is_clip
+        data = video_bytes(frames, sample.rate) if is_clip else image_bytes(frames[0], "png")
+        (MEDIA / file).write_bytes(data)
+        for task in tasks:
+            ask = sample.ask(task)
+            answers.append({"file": file, "question": ask.text(0), "answer": ask.answer})
     (MEDIA / "answers.json").write_text(json.dumps(answers, indent=2) + "\n")
 
 

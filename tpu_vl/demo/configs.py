@@ -7,10 +7,10 @@ from tokenizers import Tokenizer
 
 from tpu_vl.config import ProcessorConfig
 
-# One merged cell is 32 x 32 pixels: a picture becomes 4 to 9 of them, a video about as many.
-IMAGE_PIXELS = {"shortest_edge": 64 * 64, "longest_edge": 96 * 96}
-VIDEO_PIXELS = {"shortest_edge": 2 * 64 * 64, "longest_edge": 4 * 64 * 64}
-MAX_FRAMES = 16
+# One merged cell is 32 x 32 pixels: a picture becomes 9 to 16 of them, a video about as many.
+IMAGE_PIXELS = {"shortest_edge": 96 * 96, "longest_edge": 128 * 128}
+VIDEO_PIXELS = {"shortest_edge": 128 * 128, "longest_edge": 2 * 128 * 128}
+MAX_FRAMES = 32
 MAX_POSITIONS = 4096
 
 
@@ -28,9 +28,9 @@ def model_config(tokenizer: Tokenizer) -> dict[str, object]:
             "model_type": "qwen3_vl_text",
             "dtype": "bfloat16",
             "vocab_size": tokenizer.get_vocab_size(),
-            "hidden_size": 128,
-            "intermediate_size": 256,
-            "num_hidden_layers": 2,
+            "hidden_size": 192,
+            "intermediate_size": 384,
+            "num_hidden_layers": 3,
             "num_attention_heads": 4,
             "num_key_value_heads": 2,
             "head_dim": 32,
@@ -53,18 +53,18 @@ def model_config(tokenizer: Tokenizer) -> dict[str, object]:
         },
         "vision_config": {
             "model_type": "qwen3_vl_vision",
-            "depth": 3,
-            "hidden_size": 128,
+            "depth": 4,
+            "hidden_size": 160,
             "hidden_act": "gelu_pytorch_tanh",
-            "intermediate_size": 256,
+            "intermediate_size": 512,
             "num_heads": 4,
             "in_channels": 3,
             "patch_size": 16,
             "temporal_patch_size": 2,
             "spatial_merge_size": 2,
-            "out_hidden_size": 128,
+            "out_hidden_size": 192,
             "num_position_embeddings": 64,
-            "deepstack_visual_indexes": [0, 1],
+            "deepstack_visual_indexes": [0, 2],
             "initializer_range": 0.02,
         },
     }

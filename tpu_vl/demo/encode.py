@@ -2,13 +2,12 @@
 
 import base64
 import io
+from collections.abc import Sequence
 from fractions import Fraction
 
 import av
 import numpy as np
 from PIL import Image
-
-from tpu_vl.demo.samples import Sample
 
 IMAGE_FORMATS = {"png": {}, "jpeg": {"quality": 92}, "webp": {"quality": 92}}
 
@@ -28,16 +27,21 @@ def image_bytes(image: Image.Image, name: str) -> bytes:
     return buffer.getvalue()
 
 
-def video_bytes(sample: Sample) -> bytes:
-    """An MP4 file (H.264) of a clip, at its own frame rate."""
+def video_bytes(frames: Sequence[Image.Image], fps: float) -> bytes:
+    """An MP4 file (H.264) of a clip.
+
+    Args:
+        frames: RGB pictures of one size with even sides.
+        fps: frames per second.
+    """
     buffer = io.BytesIO()
-    width, height = sample.frames[0].size
-    rate = Fraction(sample.rate).limit_denominator(1000)
+    width, height = frames[0].size
+    rate = Fraction(fps).limit_denominator(1000)
     with av.open(buffer, "w", format="mp4") as container:
         stream = container.add_stream("libx264", rate=rate, options=_X264)
         stream.codec_context.thread_count = 1
         stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
-        for frame in sample.frames:
+        for frame in frames:
             picture = av.VideoFrame.from_ndarray(np.asarray(frame), format="rgb24")
             container.mux(stream.encode(picture))
         container.mux(stream.encode())

@@ -23,7 +23,7 @@ def initial_params(
     A random embedding shows the tower little but the mean colour of a patch; principal components
     show edges and movement from the first step, and training needs several times fewer steps.
     """
-    params = random_params(qwen3_vl.FAMILY, cfg, backend.mesh, "float32", seed)
+    params = random(cfg, backend, seed)
     patches_XW = np.concatenate(
         [
             patches_PW[:num_patches]
@@ -36,6 +36,11 @@ def initial_params(
         params.vision, patch_WD=jnp.asarray(patch_WD), patch_bias_D=jnp.asarray(patch_bias_D)
     )
     return replace(params, vision=vision)
+
+
+def random(cfg: qwen3_vl.Qwen3VLConfig, backend: Backend, seed: int) -> Any:
+    """Random float32 parameters."""
+    return random_params(qwen3_vl.FAMILY, cfg, backend.mesh, "float32", seed)
 
 
 def _whitening(patches_XW: np.ndarray, width: int) -> tuple[np.ndarray, np.ndarray]:

@@ -10,7 +10,7 @@ from tokenizers.trainers import BpeTrainer
 
 from tpu_vl.demo import words
 
-VOCAB_SIZE = 512
+VOCAB_SIZE = 576
 
 SPECIAL_TOKENS = (
     "<|endoftext|>",
@@ -38,16 +38,24 @@ _COMMON = (
 
 def corpus() -> list[str]:
     """The texts the merges are learnt from: phrasings, answers, timestamps and common words."""
-    questions = list(itertools.chain.from_iterable(words.QUESTIONS.values()))
+    asked: list[str] = []
+    for phrasing in itertools.chain.from_iterable(words.QUESTIONS.values()):
+        for colour, shape in itertools.product(words.COLOURS, words.SHAPES):
+            name = f"{colour} {shape}"
+            slots = {"colour": colour, "shape": shape, "first": name, "second": name}
+            asked.append(phrasing.format(**slots, thing=name))
     answers = [
-        words.answer(task, shape=shape, colour=colour)
-        for task in ("shape", "colour", "both")
-        for shape in words.SHAPES
+        words.sentence(f"{words.named(colour, shape)} {relation} {words.named(colour, shape)}")
         for colour in words.COLOURS
+        for shape in words.SHAPES
+        for relation in words.RELATIONS
     ]
+    answers += [words.sentence(f"{count} shapes") for count in words.COUNTS]
+    answers += [words.sentence(f"the {kind} 7") for kind in ("digit", "number")]
+    alone = [*words.SHAPES, *words.COLOURS, *words.DIRECTIONS, *words.RELATIONS, *words.COUNTS]
+    alone += [*words.PLACES, "yes", "no"]
     stamps = [f"<{tenth / 10:.1f} seconds>" for tenth in range(60)]
-    texts = [*questions, *words.SYSTEM_PROMPTS, *answers, *words.DIRECTIONS, *stamps]
-    return texts * 4 + [_COMMON]
+    return [*asked, *words.SYSTEM_PROMPTS, *answers, *stamps, *alone * 20, _COMMON]
 
 
 def build() -> Tokenizer:

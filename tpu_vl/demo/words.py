@@ -14,6 +14,15 @@ COLOURS = {
 # (columns, rows) per step of time; rows grow downwards.
 DIRECTIONS = {"left": (-1, 0), "right": (1, 0), "up": (0, -1), "down": (0, 1)}
 
+# Of the first named shape seen from the second: (columns, rows).
+RELATIONS = {"left of": (-1, 0), "right of": (1, 0), "above": (0, -1), "below": (0, 1)}
+
+COUNTS = ("one", "two", "three", "four")
+
+# Of two pictures.
+PLACES = ("first", "second")
+
+# Words in braces are filled in from the sample.
 QUESTIONS = {
     "shape": (
         "What shape is this?",
@@ -23,24 +32,77 @@ QUESTIONS = {
         "Which shape is in the picture?",
         "What is the shape in this image?",
         "Name the shape.",
-        "Which shape can you see here? Answer in one word.",
     ),
     "colour": (
         "What colour is it?",
         "What color is it?",
-        "Which colour does the shape have?",
-        "Which color does the shape have?",
-        "What is the colour of the shape?",
-        "What color is the shape?",
+        "Which colour does it have?",
+        "Which color is shown?",
+        "What colour do you see?",
+        "What color is this?",
         "Name the colour.",
-        "What colour do you see? Answer in one word.",
     ),
-    "both": (
+    "shape_of": (
+        "What shape is {colour}?",
+        "Which shape is {colour}?",
+        "What is the {colour} shape?",
+        "Name the {colour} shape.",
+    ),
+    "colour_of": (
+        "What colour is the {shape}?",
+        "What color is the {shape}?",
+        "Which colour does the {shape} have?",
+        "Name the colour of the {shape}.",
+    ),
+    "count": (
+        "How many shapes are there?",
+        "How many shapes do you see?",
+        "How many shapes are in the picture?",
+        "Count the shapes.",
+    ),
+    "relation": (
+        "Where is the {first} relative to the {second}?",
+        "Where is the {first}, seen from the {second}?",
+        "Is the {first} left of, right of, above or below the {second}?",
+        "Where does the {first} lie from the {second}?",
+    ),
+    "describe": (
         "What is in the picture?",
         "What is in this image?",
         "Describe the picture.",
         "Describe this image.",
         "What do you see?",
+        "Describe the picture in one sentence.",
+    ),
+    "digit": (
+        "Which digit is this?",
+        "What digit is shown?",
+        "What digit do you see?",
+        "Read the digit.",
+    ),
+    "number": (
+        "Which number is this?",
+        "What number is shown?",
+        "What number do you see?",
+        "Read the number.",
+    ),
+    "larger": (
+        "Which is larger?",
+        "Which shape is larger?",
+        "In which picture is the shape larger?",
+        "Which image shows the larger shape?",
+    ),
+    "same": (
+        "Same colour?",
+        "Same color?",
+        "Are both shapes of the same colour?",
+        "Do both pictures show the same color?",
+    ),
+    "which": (
+        "Which picture shows the {thing}?",
+        "Which image shows the {thing}?",
+        "In which picture is the {thing}?",
+        "Where do you see the {thing}?",
     ),
     "direction": (
         "Which way does it move?",
@@ -50,27 +112,29 @@ QUESTIONS = {
         "Where is the shape going?",
         "Which way is it going?",
         "Name the direction.",
-        "Which way does the shape in the video move? Answer in one word.",
+    ),
+    "order": (
+        "Which colours does it have, in order?",
+        "Which colors do you see, in order of time?",
+        "Name the colours in order.",
+        "What colours does the shape take, one after the other?",
+    ),
+    "when": (
+        "When does it turn {colour}?",
+        "At what time does it turn {colour}?",
+        "When does the shape turn {colour}?",
+        "How many seconds until it is {colour}?",
     ),
 }
 
 SYSTEM_PROMPTS = ("You are a helpful assistant.", "Answer briefly.", "You answer in fixed words.")
 
 
-def answer(task: str, *, shape: str, colour: str, direction: str | None = None) -> str:
-    """The right answer to a task about a sample.
+def named(colour: str, shape: str) -> str:
+    """A shape with its colour and article: "an orange star"."""
+    return f"{'an' if colour[0] in 'aeiou' else 'a'} {colour} {shape}"
 
-    Args:
-        task: a key of `QUESTIONS`.
-        shape, colour: of the drawn shape.
-        direction: of its movement; None for a still picture.
 
-    Raises:
-        ValueError: a still picture was asked for a direction; ask `shape`, `colour` or `both`.
-    """
-    if task == "direction":
-        if direction is None:
-            raise ValueError("a still picture has no direction; ask for shape, colour or both")
-        return direction
-    article = "an" if colour[0] in "aeiou" else "a"
-    return {"shape": shape, "colour": colour, "both": f"{article} {colour} {shape}"}[task]
+def sentence(text: str) -> str:
+    """The text as a sentence: a capital first, a full stop last."""
+    return f"{text[0].upper()}{text[1:]}."

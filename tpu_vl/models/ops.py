@@ -212,21 +212,21 @@ def rotate(x_TNH: jax.Array, cos_TH: jax.Array, sin_TH: jax.Array) -> jax.Array:
         return (x * cos_TH[:, None] + turned * sin_TH[:, None]).astype(x_TNH.dtype)
 
 
-def causal_attention(
+def masked_attention(
     q_TNH: jax.Array,
     k_TKH: jax.Array,
     v_TKH: jax.Array,
     rope: Rope,
-    segments_T: jax.Array,
+    seen_TT: jax.Array,
     *,
     scale: float,
 ) -> jax.Array:
-    """Dense causal attention inside segments: for training, where nothing is cached.
+    """Dense attention by a mask: for training, where nothing is cached.
 
     Args:
         q_TNH, k_TKH, v_TKH: N is a multiple of K.
         rope: norm and rotation that queries and keys still need.
-        segments_T: int32; a token sees earlier tokens (and itself) of its own segment only.
+        seen_TT: bool, whether a token (first axis) sees another one; each sees one at least.
         scale: of the scores.
     """
     q_TNH, k_TKH = queries_and_keys(q_TNH, k_TKH, rope)
@@ -234,8 +234,6 @@ def causal_attention(
     num_kv_heads = k_TKH.shape[1]
     q_TKGH = q_TNH.reshape(num_tokens, num_kv_heads, num_heads // num_kv_heads, width)
     scores = jnp.einsum("tkgh,skh->kgts", q_TKGH, k_TKH, preferred_element_type=jnp.float32)
-    order = jnp.arange(num_tokens)
-    seen = (order[:, None] >= order[None]) & (segments_T[:, None] == segments_T[None])
-    weights = jax.nn.softmax(jnp.where(seen, scores * scale, -jnp.inf), axis=-1)
+    weights = jax.nn.softmax(jnp.where(seen_TT, scores * scale, -jnp.inf), axis=-1)
     out = jnp.einsum("kgts,skh->tkgh", weights.astype(v_TKH.dtype), v_TKH)
     return out.reshape(num_tokens, num_heads, width)
