@@ -88,7 +88,7 @@ def estimate(candidate: Candidate, profile: Profile, chip: Chip) -> Estimate:
         compute_s=compute_s,
         memory_s=memory_s,
         seconds=max(compute_s, memory_s) + first_s,
-        mxu_share=kernel.mxu_share(counts, steps),
+        mxu_share=kernel.slot_share(counts, "mxu", steps),
         valu_share=kernel.slot_share(counts, "valu", steps),
         spill_share=kernel.slot_share(counts, "spill", steps),
         around_cycles=profile.around_cycles,

@@ -28,12 +28,9 @@ SLOTS = ("mxu", "xlu", "valu", "vpop", "eup", "load", "fill", "store", "spill", 
 PIPELINE_STEPS = 2  # iterations of the grid's loop that only copy: the first one in, the last out
 COPY_TRIPS = 8  # assumed; in a trip the compiler moves up to 64 registers
 _DELAY_SLOTS = {"v5e": 4, "v5p": 4, "v6e": 4, "tpu7x": 6}  # bundles that a branch still runs
-_MXU_WIDTH = {"v5e": 128, "v5p": 128, "v6e": 256, "tpu7x": 256}
-_VREG_BYTES_PER_ROW = 512  # 128 lanes of 32 bits: 1 row of float32, 2 of bfloat16, 4 of int8
 _BUNDLE = re.compile(r"^\s*(0x[0-9a-f]+|0)\s+(?:[A-Z]{2})?\s*: [> ]*\{(.*)", re.DOTALL)
 _BRANCH = re.compile(r"= sbr\.rel (?:\((!?%p\w+)\) )?target bundleno = (\d+)")
 _SCOPE = re.compile(r"TraceMeStart\((\w+)\)")
-_MATMUL = re.compile(r"= vmatmul\.\S*?(f32|bf16|s8|u8|f8\w*|s4|u4)\b")
 _CUSTOM_CALL = re.compile(r"exit bundle: %\S+ = custom-call\(")
 _COUNTERS = ("slots", "slot_bundles")
 SCOPES_FLAG = "--xla_enable_custom_call_region_trace=true"
@@ -52,9 +49,9 @@ class Region:
         trips: iterations per visit of the parent, where the compiler knows them.
         labels: named scopes that open in it, in order, one per opening.
         cycles: bundles, the empty ones included.
-        slots: how many times each of SLOTS is filled.
+        slots: how many times each of SLOTS is filled; a product fills "mxu" for every cycle in
+            which it keeps a matrix unit busy.
         slot_bundles: in how many bundles it is filled at least once.
-        mxu_cycles: cycles for which its matmuls keep one matrix unit busy.
         dma_starts: copies that it starts.
     """
 
@@ -68,7 +65,6 @@ class Region:
     cycles: int = 0
     slots: Counter[str] = field(default_factory=Counter)
     slot_bundles: Counter[str] = field(default_factory=Counter)
-    mxu_cycles: float = 0.0
     dma_starts: int = 0
 
 
@@ -91,11 +87,10 @@ class KernelProfile:
     stored_bundles: int
 
     def share(self, region: Region, slot: str) -> float:
-        """How full a slot is in a region's own cycles, 0 to 1; of the MXU, how busy it is."""
+        """How full a slot is in a region's own cycles, 0 to 1."""
         if not region.cycles:
             return 0.0
-        used = region.mxu_cycles if slot == "mxu" else region.slots[slot]
-        return used / (self.capacity[slot] * region.cycles)
+        return region.slots[slot] / (self.capacity[slot] * region.cycles)
 
     def visits(self, counts: Mapping[str, int], grid_steps: int | None = None) -> list[float]:
         """How often each region runs.
@@ -155,12 +150,6 @@ class KernelProfile:
         """Cycles of one call: the sum over regions of cycles times visits (see `visits`)."""
         visits = self.visits(counts, grid_steps)
         return sum(r.cycles * n for r, n in zip(self.regions, visits, strict=True))
-
-    def mxu_share(self, counts: Mapping[str, int], grid_steps: int | None = None) -> float:
-        """How busy the matrix units are over one call, 0 to 1."""
-        visits = self.visits(counts, grid_steps)
-        busy = sum(r.mxu_cycles * n for r, n in zip(self.regions, visits, strict=True))
-        return busy / (self.capacity["mxu"] * self.cycles(counts, grid_steps))
 
     def slot_share(
         self, counts: Mapping[str, int], slot: str, grid_steps: int | None = None
@@ -299,7 +288,6 @@ def read_kernel(dump: Dump, chip: Chip) -> KernelProfile:
         for slot, count in zip(SLOTS, row, strict=True):
             region.slots[slot] += count
             region.slot_bundles[slot] += count > 0
-        region.mxu_cycles += sum(_mxu_cycles(m[1], chip, capacity) for m in _MATMUL.finditer(text))
         region.dma_starts += len(re.findall(r"= dma\.\w+_to_\w+", text))
         region.labels += tuple(_SCOPE.findall(text))
     return KernelProfile(
@@ -367,15 +355,6 @@ def _static_trips(body: list[str], schedule: list[str], predicate: str) -> int |
         rf"{re.escape(starts[0])} = smov (?:\([^)]*\), )?(\d+)\b", "\n".join(schedule)
     )
     return math.ceil((int(test[2]) - int(first[1])) / amounts[0]) if first else None
-
-
-def _mxu_cycles(dtype: str, chip: Chip, capacity: Mapping[str, int]) -> float:
-    """Cycles for which one matmul instruction keeps a matrix unit busy, by the chip's peak."""
-    bits = 32 if dtype == "f32" else 16 if dtype == "bf16" else 8
-    rows = _VREG_BYTES_PER_ROW // 128 * 8 * 8 // bits  # a register holds 8 rows of 32-bit lanes
-    flops = max(chip.int8_ops, chip.fp8_flops) if bits == 8 else chip.bf16_flops
-    per_cycle = flops / chip.clock_hz / capacity["mxu"]
-    return rows * _MXU_WIDTH[chip.name] ** 2 * 2 / per_cycle
 
 
 def with_labels(kernel: KernelProfile, named: KernelProfile) -> KernelProfile:

@@ -38,8 +38,8 @@ BLOCKS = Blocks(decode_keys=512, prefill_keys=1024, prefill_rows=512, num_bufs=4
 def profile(cycles: int) -> Profile:
     """A kernel of one named loop of that many cycles."""
     loop = Region(kind="loop", start=0, end=cycles, depth=1, parent=0, labels=("block",))
-    loop.cycles, loop.mxu_cycles = cycles, cycles
-    loop.slots["valu"] = cycles
+    loop.cycles = cycles
+    loop.slots["mxu"] = loop.slots["valu"] = cycles
     kernel = KernelProfile(
         name="made_up",
         chip=V6E,
