@@ -165,7 +165,7 @@ def test_rows_have_the_keys_and_the_ratio_to_the_roofline() -> None:
     assert "a" in kernels.table([row("a", 175)], V6E)
 
 
-@pytest.mark.parametrize("target", ["v6e", "tpu7x"])
+@pytest.mark.parametrize("target", ["v5e", "v6e", "tpu7x"])
 def test_a_snapshot_is_complete(target: str) -> None:
     saved = json.loads((kernels.RESULTS / f"{target}.json").read_text())
     assert saved["target"] == target
