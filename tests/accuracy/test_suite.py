@@ -38,6 +38,14 @@ def test_no_two_questions_share_a_medium():
     assert len(set(found)) == len(found)
 
 
+def test_no_answer_is_right_for_most_questions_of_a_task():
+    """A model that says the same whatever it sees must fail."""
+    halves = ("larger", "same", "which")
+    for task in BUNDLED_TASKS:
+        answers = Counter(bundled_asks(task, index)[1][-1].answer for index in range(60))
+        assert answers.most_common(1)[0][1] <= (42 if task in halves else 26), task
+
+
 def test_a_conversation_ends_with_the_question():
     for question in questions("bundled", 10):
         last = question.messages[-1]

@@ -28,7 +28,7 @@ def maker():
 
 
 def batch_of(maker, num_rows=2, step=5):
-    return batches.make_batch(maker, 1, num_rows, step, 100)
+    return batches.make_batch(maker, 1, num_rows, step)
 
 
 @pytest.mark.parametrize("kind", samples.KINDS)
@@ -89,7 +89,7 @@ def test_a_question_may_stand_before_the_picture(maker):
 
 def test_targets_are_the_answers_and_their_ends(maker):
     sample = samples.sample("train", "two", 3)
-    talk = maker.talk(sample, np.random.default_rng(0), 5)
+    talk = maker.talk(sample, np.random.default_rng(0), 5, 0.0)
     said = maker.tokenizer.decode(talk.ids_T[talk.places_A + 1], skip_special_tokens=False)
     answers = said.split("<|im_end|>")
     assert answers.pop() == ""
@@ -102,13 +102,15 @@ def test_labels_are_where_the_things_are(maker):
         sample = samples.sample("train", kind, 4)
         talk = maker.assemble(sample, None, [(("a", "b"),)])
         shown = {(t.colour, t.name) for m in sample.things for things in m for t in things}
-        shape, colour, digit, place, middle = talk.labels_M5.T
+        shape, colour, digit, place, middle, motion = talk.labels_ML.T
         assert set(colour) - {0} <= {talks.COLOUR_CLASS[c] for c, _ in shown}
         digits = {1 + int(name) for _, name in shown if name.isdigit()}
         assert set(digit) - {0} == digits
         assert set(place) - {0} == set(range(1, 1 + len(sample.asks[0].answer)) if digits else ())
         assert set(shape) - {0} <= {talks.SHAPE_CLASS[n] for _, n in shown if not n.isdigit()}
         assert middle.sum() >= len(sample.media)
+        directions = {talks.DIRECTION_CLASS[a.answer] for a in sample.asks if a.task == "direction"}
+        assert set(motion) - {0} == directions
         assert len(colour) == sum(np.prod(grid) for grid in talk.grids) // talks.MERGE**2
 
 
@@ -153,7 +155,7 @@ def test_rows_hold_whole_talks(maker):
         media = batch.pool_row_GT[row] >= 0
         cells = batch.num_patches_G[row] // talks.MERGE**2
         assert batch.pool_row_GT[row][media].tolist() == list(range(cells))
-        labelled = batch.labels_GM5[row, :, 0] >= 0
+        labelled = batch.labels_GML[row, :, 0] >= 0
         assert labelled.tolist() == (np.arange(len(labelled)) < cells).tolist()
         bounds = batch.bounds_G2P[row][:, : batch.num_patches_G[row]]
         places = np.arange(batch.num_patches_G[row])
@@ -176,8 +178,8 @@ def test_a_mirrored_talk_has_the_places_of_its_cells_in_reverse():
 def test_only_pictures_of_two_shapes_are_mirrored(maker):
     def share(kind):
         rng = np.random.default_rng(0)
-        made = [maker.talk(samples.sample("train", kind, i), rng, 1).mirrored for i in range(60)]
-        return np.mean(made)
+        made = [maker.talk(samples.sample("train", kind, i), rng, 1, 0.4) for i in range(60)]
+        return np.mean([talk.mirrored for talk in made])
 
     assert 0.25 < share("two") < 0.55
     assert share("crowd") == share("number") == 0
@@ -187,18 +189,18 @@ def test_the_largest_samples_fit_a_row(maker):
     for kind in samples.KINDS:
         for index in range(60):
             sample = samples.sample("train", kind, index)
-            talk = maker.talk(sample, np.random.default_rng(index), batches.MAX_BRANCHES)
+            talk = maker.talk(sample, np.random.default_rng(index), batches.MAX_BRANCHES, 0.4)
             assert batches.Fill().after(talk).fits()
 
 
 def test_the_mix_begins_with_the_simple_and_has_every_kind():
-    first, last = batches.mix(0.0), batches.mix(1.0)
-    assert first.sum() == pytest.approx(1)
-    assert last.sum() == pytest.approx(1)
-    assert min(*first, *last) > 0
+    first, last = batches.mix(0), batches.mix(train.NUM_STEPS)
+    for shares in (first, last):
+        assert shares.sum() == pytest.approx(1)
+        assert shares.min() > 0
     one = list(samples.KINDS).index("one")
     assert first[one] > 2 * last[one]
-    np.testing.assert_array_equal(batches.mix(batches.MIX_SHARE), last)
+    np.testing.assert_array_equal(batches.mix(train.NUM_STEPS // 2), last)
 
 
 def test_update_is_adamw():

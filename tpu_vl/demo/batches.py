@@ -17,19 +17,24 @@ POSITION_SIDE = 8
 PATCH_WIDTH = 1536
 MAX_BRANCHES = 5
 
-# Share of each kind at the start and at the end of the first `MIX_SHARE` of a run, in percent:
-# single shapes and digits first, then what is built of them.
+# Share of each kind in percent, at some steps and in between: single shapes and digits first, then
+# what is built of them, and movement alone until it is understood.
+_MIX_STEPS = (0, 4800, 5000, 10_000)
 _MIX = {
-    "one": (34, 8),
-    "two": (10, 20),
-    "crowd": (6, 13),
-    "digit": (24, 12),
-    "number": (12, 16),
-    "pair": (4, 9),
-    "move": (5, 6),
-    "turn": (5, 16),
+    "one": (34, 13.2, 6, 7),
+    "two": (10, 18, 24, 20),
+    "crowd": (6, 11.6, 11, 14),
+    "digit": (24, 14.4, 6, 9),
+    "number": (12, 15.2, 12, 16),
+    "pair": (4, 8, 6, 8),
+    "move": (5, 5.8, 22, 10),
+    "turn": (5, 13.8, 13, 16),
 }
-MIX_SHARE = 0.25
+# Share of the pictures of two shapes that are mirrored, along each axis. A tower that cannot trust
+# its own positions leaves it to the language model to tell left from right, by the positions of the
+# media tokens: more and more, once it tells them at all.
+_MIRRORED_STEPS = (0, 4800, 5000, 7000, 12_000)
+_MIRRORED = (0.4, 0.4, 0.1, 0.15, 0.4)
 
 
 class Batch(NamedTuple):
@@ -56,7 +61,7 @@ class Batch(NamedTuple):
     places_GA: np.ndarray
     targets_GA: np.ndarray
     kinds_GA: np.ndarray
-    labels_GM5: np.ndarray
+    labels_GML: np.ndarray
 
 
 @cache
@@ -91,7 +96,7 @@ def empty(num_rows: int) -> Batch:
         places_GA=np.zeros((rows, ROW_TARGETS), np.int32),
         targets_GA=np.full((rows, ROW_TARGETS), IGNORE, np.int32),
         kinds_GA=np.full((rows, ROW_TARGETS), IGNORE, np.int32),
-        labels_GM5=np.full((rows, patches // MERGE**2, len(CELL_LABELS)), IGNORE, np.int32),
+        labels_GML=np.full((rows, patches // MERGE**2, len(CELL_LABELS)), IGNORE, np.int32),
     )
 
 
@@ -143,29 +148,31 @@ def put(batch: Batch, row: int, fill: Fill, talk: Talk, kind: int) -> None:
     batch.places_GA[row, targets] = fill.token + talk.places_A
     batch.targets_GA[row, targets] = talk.ids_T[talk.places_A + 1]
     batch.kinds_GA[row, targets] = kind
-    batch.labels_GM5[row, fill.patch // MERGE**2 : after.patch // MERGE**2] = talk.labels_M5
+    batch.labels_GML[row, fill.patch // MERGE**2 : after.patch // MERGE**2] = talk.labels_ML
 
 
-def mix(progress: float) -> np.ndarray:
-    """Share of each of `samples.KINDS`, in its order, at a point of a run in [0, 1]."""
-    first, last = np.asarray([_MIX[kind] for kind in samples.KINDS], np.float64).T
-    weight = min(1.0, progress / MIX_SHARE)
-    shares = first + weight * (last - first)
+def mix(step: int) -> np.ndarray:
+    """Share of each of `samples.KINDS`, in its order, at a step of a run."""
+    shares = np.asarray([np.interp(step, _MIX_STEPS, _MIX[kind]) for kind in samples.KINDS])
     return shares / shares.sum()
 
 
-def make_batch(maker: TalkMaker, seed: int, num_rows: int, step: int, num_steps: int) -> Batch:
+def mirrored_share(step: int) -> float:
+    """Share of the pictures of two shapes that are mirrored along an axis, at a step of a run."""
+    return float(np.interp(step, _MIRRORED_STEPS, _MIRRORED))
+
+
+def make_batch(maker: TalkMaker, seed: int, num_rows: int, step: int) -> Batch:
     """The training batch of a step: the same arguments give the same batch, of new samples.
 
     Args:
         maker: makes the talks.
         seed: of the run.
         num_rows: G.
-        step: number of the batch, in [0, num_steps).
-        num_steps: length of the run.
+        step: number of the batch.
     """
     rng = np.random.default_rng([seed, step])
-    shares = mix(step / num_steps)
+    shares, mirrored = mix(step), mirrored_share(step)
     kinds = list(samples.KINDS)
     batch = empty(num_rows)
     fills = [Fill()] * num_rows
@@ -174,7 +181,7 @@ def make_batch(maker: TalkMaker, seed: int, num_rows: int, step: int, num_steps:
     while misses < num_rows // 2:
         kind = int(rng.choice(len(kinds), p=shares))
         sample = samples.sample("train", kinds[kind], int(rng.integers(1 << 40)))
-        talk = maker.talk(sample, rng, MAX_BRANCHES)
+        talk = maker.talk(sample, rng, MAX_BRANCHES, mirrored)
         rows = [row for row in range(num_rows) if fills[row].after(talk).fits()]
         if not rows:
             misses += 1

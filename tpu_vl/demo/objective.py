@@ -67,9 +67,9 @@ def loss(
     for kind in range(len(samples.KINDS)):
         of_kind_GA = kinds_GA == kind
         counts.append(jnp.stack([jnp.sum(of_kind_GA & right_GA), jnp.sum(of_kind_GA)]))
-    labels_GM5 = jnp.asarray(batch.labels_GM5)
+    labels_GML = jnp.asarray(batch.labels_GML)
     for i, name in enumerate(CELL_LABELS):
-        logits_GMC, labels_GM = rows_GMD @ probes[name], labels_GM5[..., i]
+        logits_GMC, labels_GM = rows_GMD @ probes[name], labels_GML[..., i]
         weights_GM = jnp.where(labels_GM > 0, 1.0, _EMPTY_WEIGHT)
         total += PROBE_WEIGHT * _cross_entropy(logits_GMC, labels_GM, weights_GM)
         shown_GM = labels_GM > 0

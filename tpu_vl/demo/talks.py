@@ -29,15 +29,13 @@ TRUNK = -1  # the branch of tokens that every branch of their talk sees
 # What each merged cell is labelled with; class 0 of each is "nothing".
 SHAPE_CLASS = {name: 1 + i for i, name in enumerate(words.SHAPES)}
 COLOUR_CLASS = {name: 1 + i for i, name in enumerate(words.COLOURS)}
-CELL_LABELS = {"shape": 6, "colour": 7, "digit": 11, "place": 3, "middle": 2}
+DIRECTION_CLASS = {name: 1 + i for i, name in enumerate(words.DIRECTIONS)}
+CELL_LABELS = {"shape": 6, "colour": 7, "digit": 11, "place": 3, "middle": 2, "motion": 5}
 _LEAST_COVER = 0.3  # of a cell, from which a thing counts as seen in it
 
 _SYSTEM_SHARE = 0.12
 _TEXT_FIRST_SHARE = 0.08
 _SECOND_TURN_SHARE = 0.2
-# Of the pictures of two shapes, along each axis. A tower that cannot trust its own positions leaves
-# it to the language model to tell left from right, by the positions of the media tokens.
-_MIRRORED_SHARE = 0.4
 _VISION_END = "<|vision_end|>"
 
 Turns = tuple[tuple[str, str], ...]
@@ -61,7 +59,7 @@ class Talk(NamedTuple):
     is_media_T: np.ndarray
     branch_T: np.ndarray
     places_A: np.ndarray
-    labels_M5: np.ndarray
+    labels_ML: np.ndarray
     mirrored: tuple[bool, bool] = (False, False)
 
 
@@ -85,13 +83,16 @@ class TalkMaker:
         self.end = self._id("<|im_end|>")
         self._tail = lru_cache(maxsize=20_000)(self._make_tail)
 
-    def talk(self, sample: Sample, rng: np.random.Generator, max_branches: int) -> Talk:
+    def talk(
+        self, sample: Sample, rng: np.random.Generator, max_branches: int, mirrored_share: float
+    ) -> Talk:
         """Conversations about a sample, each of one or two questions in random phrasings.
 
         Args:
             sample: what is talked about.
             rng: chooses questions, phrasings, system prompt and the order of text and media.
             max_branches: conversations at most.
+            mirrored_share: of pictures of two shapes, along each axis; in [0, 1].
         """
         text_first = rng.random() < _TEXT_FIRST_SHARE
         count = 1 if text_first else min(max_branches, len(sample.asks))
@@ -102,7 +103,7 @@ class TalkMaker:
         talk = self.assemble(sample, system, branches, lead)
         if sample.kind != "two":
             return talk
-        rows, columns = rng.random(2) < _MIRRORED_SHARE
+        rows, columns = rng.random(2) < mirrored_share
         return talk._replace(mirrored=(bool(rows), bool(columns)))
 
     def _turns(self, asks: list[Ask], rng: np.random.Generator) -> Turns:
@@ -147,7 +148,7 @@ class TalkMaker:
             is_media_T=is_media_T,
             branch_T=branch_T,
             places_A=np.asarray(places, np.int32),
-            labels_M5=np.concatenate(labels),
+            labels_ML=np.concatenate(labels),
         )
 
     def _trunk(
@@ -244,18 +245,21 @@ class TalkMaker:
 
 
 def cell_labels(plan: MediaPlan, frames: Any, things: tuple[tuple[Thing, ...], ...]) -> np.ndarray:
-    """What each merged cell shows, int32 [cells, 5]: classes of `CELL_LABELS`.
+    """What each merged cell shows, int32 [cells, labels]: classes of `CELL_LABELS`.
 
     Args:
         plan: the medium's grid.
         frames: its pictures.
-        things: what each frame shows; of a pair of frames the first one counts.
+        things: what each frame shows; of a pair of frames the first one counts, and where its
+            things go until the second one.
     """
     grid_t, rows, columns = plan.grid_thw[0], plan.grid_thw[1] // MERGE, plan.grid_thw[2] // MERGE
     labels = np.zeros((grid_t, rows, columns, len(CELL_LABELS)), np.int32)
     width, height = frames[0].size
     for group in range(grid_t):
-        for thing in things[group * FRAMES_PER_GROUP]:
+        first = group * FRAMES_PER_GROUP
+        last = min(first + FRAMES_PER_GROUP, len(things)) - 1
+        for thing, later in zip(things[first], things[last], strict=True):
             x, y = thing.centre[0] * columns / width, thing.centre[1] * rows / height
             across = _overlap(x, 0.85 * thing.half[0] * columns / width, columns)
             down = _overlap(y, 0.85 * thing.half[1] * rows / height, rows)
@@ -265,6 +269,7 @@ def cell_labels(plan: MediaPlan, frames: Any, things: tuple[tuple[Thing, ...], .
             seen = cover >= _LEAST_COVER
             of_group = labels[group]
             of_group[seen, 1] = COLOUR_CLASS[thing.colour]
+            of_group[seen, 5] = _motion(thing, later)
             if thing.name in SHAPE_CLASS:
                 of_group[seen, 0] = SHAPE_CLASS[thing.name]
             else:
@@ -272,6 +277,12 @@ def cell_labels(plan: MediaPlan, frames: Any, things: tuple[tuple[Thing, ...], .
                 of_group[seen, 3] = 1 + thing.place
             of_group[(*middle, 4)] = 1
     return labels.reshape(-1, len(CELL_LABELS))
+
+
+def _motion(thing: Thing, later: Thing) -> int:
+    """The class of the direction between two places along one axis; 0 where they are the same."""
+    step = tuple(int(np.sign(b - a)) for a, b in zip(thing.centre, later.centre, strict=True))
+    return next((DIRECTION_CLASS[n] for n, s in words.DIRECTIONS.items() if s == step), 0)
 
 
 def _overlap(centre: float, half: float, count: int) -> np.ndarray:

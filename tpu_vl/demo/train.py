@@ -43,7 +43,7 @@ def produce(queue: Any, folder: Path, first_step: int, num_steps: int) -> None:
     maker = talks.TalkMaker(folder)
     trainer = multiprocessing.parent_process()
     for step in range(first_step, num_steps):
-        batch = batches.make_batch(maker, SEED, NUM_ROWS, step, num_steps)
+        batch = batches.make_batch(maker, SEED, NUM_ROWS, step)
         while not _put(queue, batch):
             if trainer is None or not trainer.is_alive():
                 return  # a trainer that was killed takes nothing any more
@@ -86,10 +86,7 @@ def train(out: Path, *, num_steps: int, resume: bool) -> None:
     cfg = parsed_config(out)
     backend = objective.training_backend()
     maker = talks.TalkMaker(out)
-    shown = [
-        batches.make_batch(maker, SEED, NUM_ROWS, step, num_steps)
-        for step in range(NUM_SHOWN_BATCHES)
-    ]
+    shown = [batches.make_batch(maker, SEED, NUM_ROWS, step) for step in range(NUM_SHOWN_BATCHES)]
     params = start.initial_params(cfg, backend, SEED, shown)
     probes = objective.initial_probes(cfg.text.width, jax.random.key(SEED))
     learnt = (params, probes)
