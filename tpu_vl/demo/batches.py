@@ -18,17 +18,17 @@ PATCH_WIDTH = 1536
 MAX_BRANCHES = 5
 
 # Share of each kind in percent, at some steps and in between: single shapes and digits first, then
-# what is built of them, and movement alone until it is understood.
-_MIX_STEPS = (0, 4800, 5000, 10_000)
+# what is built of them, then movement alone until it is understood; at last what takes longest.
+_MIX_STEPS = (0, 4800, 5000, 8800, 9000)
 _MIX = {
-    "one": (34, 13.2, 6, 7),
-    "two": (10, 18, 24, 20),
-    "crowd": (6, 11.6, 11, 14),
-    "digit": (24, 14.4, 6, 9),
-    "number": (12, 15.2, 12, 16),
-    "pair": (4, 8, 6, 8),
-    "move": (5, 5.8, 22, 10),
-    "turn": (5, 13.8, 13, 16),
+    "one": (34, 13.2, 6, 6.76, 4),
+    "two": (10, 18, 24, 20.96, 12),
+    "crowd": (6, 11.6, 11, 13.28, 20),
+    "digit": (24, 14.4, 6, 8.28, 8),
+    "number": (12, 15.2, 12, 15.04, 14),
+    "pair": (4, 8, 6, 7.52, 12),
+    "move": (5, 5.8, 22, 12.88, 6),
+    "turn": (5, 13.8, 13, 15.28, 24),
 }
 # Share of the pictures of two shapes that are mirrored, along each axis. A tower that cannot trust
 # its own positions leaves it to the language model to tell left from right, by the positions of the
