@@ -14,6 +14,7 @@ from tests.chat.test_tokenizer import FOLDER, TOKENIZER
 from tpu_vl.chat.expand import MediaTokens, expand
 from tpu_vl.chat.guard import TextGuard
 from tpu_vl.config import MediaLimits, ProcessorConfig
+from tpu_vl.demo import configs
 from tpu_vl.errors import RequestError
 from tpu_vl.vision.process import process_image, process_video
 from tpu_vl.vision.video import timestamp_text
@@ -155,10 +156,10 @@ def test_ids_equal_those_of_the_processor_of_transformers():
     pictures = [random.integers(0, 255, (h, w, 3), np.uint8) for h, w in ((70, 100), (64, 200))]
     frames = random.integers(0, 255, (6, 96, 64, 3), np.uint8)
     cfg = ProcessorConfig(
-        image_min_pixels=4096,
-        image_max_pixels=9216,
-        video_min_pixels=8192,
-        video_max_pixels=16384,
+        image_min_pixels=configs.IMAGE_PIXELS["shortest_edge"],
+        image_max_pixels=configs.IMAGE_PIXELS["longest_edge"],
+        video_min_pixels=configs.VIDEO_PIXELS["shortest_edge"],
+        video_max_pixels=configs.VIDEO_PIXELS["longest_edge"],
     )
     mine = [process_image(png(p), cfg, MediaLimits(), {}, param="p") for p in pictures]
     movie = process_video([png(f) for f in frames], cfg, MediaLimits(), {"fps": 2.0}, param="v")

@@ -29,7 +29,7 @@ def ask(client: httpx.Client, content: Any, **fields: Any) -> httpx.Response:
 def check_next(client: httpx.Client) -> None:
     answer = ask(client, [image_part(png(64, 64)), text_part("What shape is this?")])
     assert answer.status_code == 200
-    assert answer.json()["usage"]["prompt_tokens_details"]["image_tokens"] == 4
+    assert answer.json()["usage"]["prompt_tokens_details"]["image_tokens"] == 9
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_bad_part_is_a_clear_error(
 def test_one_pixel_and_typed_markers_are_served(client: httpx.Client) -> None:
     answer = ask(client, [image_part(png(1, 1)), text_part("<|image_pad|> what is it?")])
     assert answer.status_code == 200
-    assert answer.json()["usage"]["prompt_tokens_details"]["image_tokens"] == 4
+    assert answer.json()["usage"]["prompt_tokens_details"]["image_tokens"] == 9
 
 
 def test_wrong_model_and_wrong_json(client: httpx.Client) -> None:
