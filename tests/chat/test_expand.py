@@ -153,7 +153,7 @@ def test_ids_equal_those_of_the_processor_of_transformers():
 
     theirs = AutoProcessor.from_pretrained(str(FOLDER))
     random = np.random.default_rng(0)
-    pictures = [random.integers(0, 255, (h, w, 3), np.uint8) for h, w in ((70, 100), (64, 200))]
+    pictures = [random.integers(0, 255, (h, w, 3), np.uint8) for h, w in ((70, 100), (100, 100))]
     frames = random.integers(0, 255, (6, 96, 64, 3), np.uint8)
     cfg = ProcessorConfig(
         image_min_pixels=configs.IMAGE_PIXELS["shortest_edge"],

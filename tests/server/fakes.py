@@ -91,6 +91,7 @@ class ScriptedEngine:
         requests: every request that arrived.
         aborted: ids that were aborted.
         open: ids that have not ended.
+        has_ended: whether it was told to end, and did.
     """
 
     def __init__(self, script: Script) -> None:
@@ -100,6 +101,7 @@ class ScriptedEngine:
         self.requests: list[AddRequest] = []
         self.aborted: list[str] = []
         self.open: dict[str, Iterator[Output]] = {}
+        self.has_ended = False
         self._thread = threading.Thread(target=self._loop, daemon=True)
 
     def start(self) -> None:
@@ -113,6 +115,7 @@ class ScriptedEngine:
             for message in self._arrived():
                 if isinstance(message, Shutdown):
                     self.outbox.put([Dead(reason="shut down")])
+                    self.has_ended = True
                     return
                 if isinstance(message, Abort):
                     self.aborted.append(message.request_id)
