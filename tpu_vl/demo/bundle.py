@@ -7,9 +7,9 @@ from tpu_vl.demo.encode import image_bytes, video_bytes
 
 # File, kind and number of the held-out sample, tasks that are asked.
 BUNDLED = (
-    ("picture.png", "two", 1_000_000, ("describe", "relation")),
-    ("number.png", "number", 1_000_000, ("number",)),
-    ("clip.mp4", "turn", 1_000_000, ("direction", "order")),
+    ("picture.png", "two", 1_000_004, ("describe", "relation")),
+    ("number.png", "number", 1_000_006, ("number",)),
+    ("clip.mp4", "turn", 1_000_006, ("direction", "order")),
 )
 
 
