@@ -200,7 +200,7 @@ def test_the_mix_begins_with_the_simple_and_has_every_kind():
         assert shares.min() > 0
     one = list(samples.KINDS).index("one")
     assert first[one] > 2 * last[one]
-    np.testing.assert_array_equal(batches.mix(train.NUM_STEPS // 2), last)
+    np.testing.assert_array_equal(batches.mix(batches._MIX_STEPS[-1]), last)
 
 
 def test_update_is_adamw():
@@ -233,15 +233,25 @@ def test_the_rate_warms_up_holds_and_falls_to_zero():
     assert rates == pytest.approx([2.0 / optimizer.WARMUP_STEPS, 2.0, 1.0, 0.0])
 
 
-def test_the_patch_embedding_whitens():
+def test_the_patch_embedding_whitens_what_stays_and_what_changes():
     rng = np.random.default_rng(0)
-    mixed = rng.standard_normal((4000, 12)) @ rng.standard_normal((12, 12))
-    pixels = np.clip(127.5 + 12 * mixed, 0, 255).astype(np.uint8)
-    weight, bias = start._whitening(pixels, 12)
-    rows = (pixels.astype(np.float32) / 127.5 - 1) @ weight + bias
-    covariance = np.cov(rows, rowvar=False)
-    np.testing.assert_allclose(rows.mean(axis=0), 0, atol=1e-3)
-    np.testing.assert_allclose(covariance - np.diag(np.diag(covariance)), 0, atol=1e-3)
+    mixed = rng.standard_normal((4000, 96)) @ rng.standard_normal((96, 96))
+    patches = np.clip(127.5 + 4 * mixed, 0, 255).astype(np.uint8)
+    moving = start._CHANGE_COMPONENTS
+    weight, bias = start._embedding(patches, 48 + moving)
+
+    def rows_of(pixels):
+        return (pixels.reshape(-1, 96).astype(np.float32) / 127.5 - 1) @ weight + bias
+
+    rows = rows_of(patches)
+    np.testing.assert_allclose(rows[:, :48].mean(axis=0), 0, atol=1e-3)
+    for part in (rows[:, :48], rows[:, 48:]):
+        covariance = np.cov(part, rowvar=False)
+        assert np.diag(covariance).min() > 0.1
+        np.testing.assert_allclose(covariance - np.diag(np.diag(covariance)), 0, atol=2e-3)
+    still = patches.reshape(-1, 3, 2, 16).copy()
+    still[:, :, 1] = still[:, :, 0]
+    np.testing.assert_allclose(rows_of(still)[:, 48:], 0, atol=1e-4)
 
 
 def test_state_survives_the_file(tmp_path):
