@@ -204,7 +204,7 @@ COMMANDS: Mapping[str, tuple[type, str]] = {
     "precompile": (PrecompileFlags, "compile a model's programs for TPUs that are not here"),
     "plan": (PlanFlags, "say whether a model fits TPUs, and how fast it will be"),
     "accuracy": (AccuracyFlags, "measure answers through the API against marks"),
-    "demo": (DemoFlags, "serve the bundled model and ask it about a picture and a video"),
+    "demo": (DemoFlags, "serve the bundled model and ask it about pictures and a clip"),
 }
 """Every command of `tpu-vl`: its flags and what it is for."""
 
