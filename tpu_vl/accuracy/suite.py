@@ -93,16 +93,12 @@ def bundled_asks(task: str, index: int) -> tuple[Sample, list[Ask]]:
     seed = list(BUNDLED_TASKS).index(task) * _TASK_STRIDE + index
     while True:
         sample = samples.sample("heldout", kind, seed)
-        if all(any(ask.task == name for ask in sample.asks) for name in asked):
-            return sample, [_chosen(sample, name, index // len(kinds)) for name in asked]
+        found = [[ask for ask in sample.asks if ask.task == name] for name in asked]
+        if all(found):
+            # In turn: which of them comes first must not tell the answer.
+            return sample, [asks[index // len(kinds) % len(asks)] for asks in found]
         # Two equal pictures have no "which"; the next seed is no other question's.
         seed += len(BUNDLED_TASKS) * _TASK_STRIDE
-
-
-def _chosen(sample: Sample, task: str, number: int) -> Ask:
-    """One of the questions of a task in turn: the first one must not tell the answer."""
-    asks = [ask for ask in sample.asks if ask.task == task]
-    return asks[number % len(asks)]
 
 
 def _messages(sample: Sample, asks: list[Ask], index: int) -> list[dict[str, Any]]:

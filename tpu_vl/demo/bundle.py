@@ -5,9 +5,10 @@ import json
 from tpu_vl.demo import MEDIA, samples
 from tpu_vl.demo.encode import image_bytes, video_bytes
 
-# File, kind and number of the held-out sample, tasks that are asked.
+# File, kind and number of the held-out sample, tasks that are asked. The picture's file is small,
+# since README's curl sends it as an argument.
 BUNDLED = (
-    ("picture.png", "two", 1_000_004, ("describe", "relation")),
+    ("picture.png", "two", 1_000_007, ("describe", "relation")),
     ("number.png", "number", 1_000_006, ("number",)),
     ("clip.mp4", "turn", 1_000_006, ("direction", "order")),
 )

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from functools import cache, lru_cache
 
 import numpy as np
-from PIL import Image, ImageDraw, ImageFont
+from PIL import ImageDraw, ImageFont
 
 # Strokes of each digit in several ways, in a box of width and height 1, rows downwards. A stroke
 # is a list of corners that `_rounded` bends; one that ends where it began is closed.
@@ -218,14 +218,3 @@ def draw(
 @lru_cache(maxsize=64)
 def _outline_font(size: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
     return ImageFont.load_default(size)
-
-
-def specimen() -> Image.Image:
-    """Every font in a line, to look at."""
-    rows = NUM_FONTS + 1
-    sheet = Image.new("L", (10 * 40, rows * 44))
-    pen = ImageDraw.Draw(sheet)
-    for number in range(rows):
-        for digit in range(10):
-            draw(pen, number, str(digit), digit * 40 + 8, number * 44 + 4, 34)
-    return sheet

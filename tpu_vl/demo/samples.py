@@ -396,8 +396,12 @@ def _clip(rng: np.random.Generator, split: Split, kind: str, num_colours: int) -
 
 def clip_times(num_frames: int, rate: float) -> tuple[float, ...]:
     """The time of every pair of frames in seconds, as the model is told it: the pair's middle."""
-    chosen = [*range(num_frames), *[num_frames - 1] * (num_frames % FRAMES_PER_GROUP)]
-    return group_times([index / rate for index in chosen], FRAMES_PER_GROUP)
+    return group_times([index / rate for index in paired(num_frames)], FRAMES_PER_GROUP)
+
+
+def paired(num_frames: int) -> list[int]:
+    """Frames in whole pairs: the last one stands twice where their number is odd."""
+    return [*range(num_frames), *[num_frames - 1] * (num_frames % FRAMES_PER_GROUP)]
 
 
 def _path(

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 
 from tpu_vl.config import MediaLimits
 from tpu_vl.demo import configs, words
-from tpu_vl.demo.samples import FRAMES_PER_GROUP, Ask, Sample, Thing, clip_times
+from tpu_vl.demo.samples import FRAMES_PER_GROUP, Ask, Sample, Thing, clip_times, paired
 from tpu_vl.vision.options import ImageOptions, VideoOptions
 from tpu_vl.vision.positions import mrope_positions
 from tpu_vl.vision.resize import (
@@ -227,7 +227,7 @@ class TalkMaker:
             plan = plan_video(
                 count, height, width, self.cfg, self.limits, self.video_options, param="video"
             )
-            chosen = [*range(count), *[count - 1] * (count % FRAMES_PER_GROUP)]
+            chosen = paired(count)
         else:
             plan = plan_image(
                 height, width, self.cfg, self.limits, self.image_options, param="image"
