@@ -207,9 +207,9 @@ class Paged:
         return own.paged_blocks_of(replace(case, num_tokens=TOKENS), chip, blocks)
 
     def candidate(self, case: PagedCase, blocks: paged_blocks.Blocks) -> Candidate:
-        """A case in some blocks; its program serves decoding and prefill, and groups that pad."""
-        group = own.query_group(case)
-        same = replace(case, num_tokens=TOKENS, num_heads=group * case.num_kv_heads)
+        """A case in some blocks; its program serves all batches, and groups that pad."""
+        num_heads = own.query_group(case) * case.num_kv_heads
+        same = replace(case, num_tokens=TOKENS, num_heads=num_heads, q_lens=(1,), past_lens=(0,))
         found = measure.paged_candidate(case, blocks)
         return replace(found, program=own.paged_program(same, blocks))
 

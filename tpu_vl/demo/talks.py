@@ -259,6 +259,7 @@ def cell_labels(plan: MediaPlan, frames: Any, things: tuple[tuple[Thing, ...], .
     for group in range(grid_t):
         first = group * FRAMES_PER_GROUP
         last = min(first + FRAMES_PER_GROUP, len(things)) - 1
+        of_group = {name: labels[group, ..., i] for i, name in enumerate(CELL_LABELS)}
         for thing, later in zip(things[first], things[last], strict=True):
             x, y = thing.centre[0] * columns / width, thing.centre[1] * rows / height
             across = _overlap(x, 0.85 * thing.half[0] * columns / width, columns)
@@ -267,15 +268,14 @@ def cell_labels(plan: MediaPlan, frames: Any, things: tuple[tuple[Thing, ...], .
             middle = min(int(y), rows - 1), min(int(x), columns - 1)
             cover[middle] = 1.0
             seen = cover >= _LEAST_COVER
-            of_group = labels[group]
-            of_group[seen, 1] = COLOUR_CLASS[thing.colour]
-            of_group[seen, 5] = _motion(thing, later)
+            of_group["colour"][seen] = COLOUR_CLASS[thing.colour]
+            of_group["motion"][seen] = _motion(thing, later)
             if thing.name in SHAPE_CLASS:
-                of_group[seen, 0] = SHAPE_CLASS[thing.name]
+                of_group["shape"][seen] = SHAPE_CLASS[thing.name]
             else:
-                of_group[seen, 2] = 1 + int(thing.name)
-                of_group[seen, 3] = 1 + thing.place
-            of_group[(*middle, 4)] = 1
+                of_group["digit"][seen] = 1 + int(thing.name)
+                of_group["place"][seen] = 1 + thing.place
+            of_group["middle"][middle] = 1
     return labels.reshape(-1, len(CELL_LABELS))
 
 
