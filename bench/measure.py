@@ -330,7 +330,7 @@ def _paged_phase(
         name="tpu_vl",
         program=own.paged_program(whole, blocks),
         counts=own.paged_counts(case, blocks),
-        hbm_bytes=fetched * own.page_bytes(case) + own.query_bytes(case),
+        hbm_bytes=fetched * own.page_bytes(case) + own.query_bytes(case) + own.row_bytes(case),
         num_copies=fetched,
         copies_in_flight=(blocks.num_bufs - 1) * max(1, keys // case.page_size),
     )

@@ -19,7 +19,7 @@ from tpu_vl.kernels.paged_attention import blocks as paged_blocks
 from tpu_vl.kernels.paged_attention import pages
 from tpu_vl.kernels.paged_attention import pallas_tpu as paged_kernel
 from tpu_vl.kernels.paged_attention.cases import Case as PagedCase
-from tpu_vl.kernels.paged_attention.plan import padded_group
+from tpu_vl.kernels.paged_attention.plan import Plan, padded_group
 from tpu_vl.kernels.vision_attention import blocks as vision_blocks
 from tpu_vl.kernels.vision_attention import pallas_tpu as vision_kernel
 from tpu_vl.kernels.vision_attention.cases import Case as VisionCase
@@ -293,10 +293,22 @@ def query_bytes(case: PagedCase) -> int:
     return rows * heads * round_up(case.width, NUM_LANES) * jnp.dtype(case.dtype).itemsize
 
 
+def row_bytes(case: PagedCase) -> int:
+    """Bytes of the rows that lie in HBM between the ends of the kernel and its attention, written
+    and read: live queries and results, and the new K and V."""
+    query_rows = 2 * _paged_plan(case, COUNTED.chip).query_rows
+    rows_bytes = query_rows * NUM_LANES * jnp.dtype(case.dtype).itemsize
+    return 2 * sum(case.q_lens) * (rows_bytes + page_bytes(case) // case.page_size)
+
+
 def paged_blocks_of(
     case: PagedCase, chip: Chip, wanted: paged_blocks.Blocks | None = None
 ) -> paged_blocks.Blocks:
     """The block sizes that the kernel takes on one device: `wanted` or its own, made to fit."""
+    return _paged_plan(case, chip, wanted).blocks
+
+
+def _paged_plan(case: PagedCase, chip: Chip, wanted: paged_blocks.Blocks | None = None) -> Plan:
     shapes = paged_shapes(**paged_sizes(case))
     return paged_kernel.make_plan(
         shapes[0],
@@ -307,7 +319,7 @@ def paged_blocks_of(
         shapes[4],
         Target(chip, False),
         wanted,
-    ).blocks
+    )
 
 
 def fetched_pages(case: PagedCase, blocks: paged_blocks.Blocks) -> int:

@@ -109,6 +109,18 @@ def test_pages_that_are_fetched_end_at_the_causal_limit() -> None:
     assert fetched == 1 + 2 + -(-116 // 16) + -(-120 // 16)
 
 
+def test_rows_of_new_tokens_go_through_hbm_once_more() -> None:
+    case = measure.one_device(CASE)
+    # 22 new tokens: 8 rows of queries, 8 of results, K and V of 2 heads; written and read.
+    rows_bytes = 2 * 22 * (8 + 8 + 4) * 128 * 2
+    assert own.row_bytes(case) == rows_bytes
+    whole = measure.paged_candidate(case, BLOCKS)
+    assert whole.after is not None
+    moved = whole.hbm_bytes + whole.after.hbm_bytes
+    fetched = own.fetched_pages(case, BLOCKS) * own.page_bytes(case)
+    assert moved == fetched + own.query_bytes(case) + rows_bytes
+
+
 def test_addresses_cover_the_case() -> None:
     table_BM, starts_B, lens_B = own.addresses(measure.one_device(CASE))
     assert starts_B.tolist() == [0, 1, 2, 22, 22]
