@@ -18,23 +18,23 @@ PATCH_WIDTH = 1536
 MAX_BRANCHES = 5
 
 # Share of each kind in percent, at some steps and in between: single shapes and digits first, then
-# what is built of them, then movement alone until it is understood; at last what takes longest.
-_MIX_STEPS = (0, 4800, 5000, 8800, 9000)
+# what is built of them and movement, at last most of what takes longest.
+_MIX_STEPS = (0, 5000, 9000)
 _MIX = {
-    "one": (34, 13.2, 6, 6.76, 4),
-    "two": (10, 18, 24, 20.96, 12),
-    "crowd": (6, 11.6, 11, 13.28, 20),
-    "digit": (24, 14.4, 6, 8.28, 8),
-    "number": (12, 15.2, 12, 15.04, 14),
-    "pair": (4, 8, 6, 7.52, 12),
-    "move": (5, 5.8, 22, 12.88, 6),
-    "turn": (5, 13.8, 13, 15.28, 24),
+    "one": (34, 6, 4),
+    "two": (10, 24, 12),
+    "crowd": (6, 12, 20),
+    "digit": (24, 8, 8),
+    "number": (12, 12, 14),
+    "pair": (4, 6, 12),
+    "move": (5, 16, 6),
+    "turn": (5, 16, 24),
 }
 # Share of the pictures of two shapes that are mirrored, along each axis. A tower that cannot trust
 # its own positions leaves it to the language model to tell left from right, by the positions of the
 # media tokens: more and more, once it tells them at all.
-_MIRRORED_STEPS = (0, 4800, 5000, 7000, 12_000)
-_MIRRORED = (0.4, 0.4, 0.1, 0.15, 0.4)
+_MIRRORED_STEPS = (0, 6000, 12_000)
+_MIRRORED = (0.1, 0.1, 0.4)
 
 
 class Batch(NamedTuple):

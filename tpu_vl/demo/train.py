@@ -23,7 +23,7 @@ from tpu_vl.models import qwen3_vl
 from tpu_vl.weights.load import save_params
 
 SEED = 20
-NUM_STEPS = 13_600
+NUM_STEPS = 14_000
 NUM_ROWS = 8
 PEAK_RATE = 1.2e-3
 SAVE_EVERY = 200
