@@ -144,15 +144,10 @@ def paged_sizes(case: PagedCase, num_pages: int | None = None) -> dict[str, Any]
     XLA would place a small one in VMEM, and the kernel's copies would become loops there.
     """
     if num_pages is None:
-        num_pages = max(num_live_pages(case), CACHE_BYTES // page_bytes(case))
+        num_pages = CACHE_BYTES // page_bytes(case)
     names = ("num_tokens", "num_seqs", "num_heads", "num_kv_heads", "width", "page_size")
     sizes = {name: getattr(case, name) for name in (*names, "max_pages", "dtype", "cache_dtype")}
     return sizes | {"num_pages": num_pages}
-
-
-def num_live_pages(case: PagedCase) -> int:
-    """Pages that the case's sequences fill."""
-    return max(1, sum(-(-n // case.page_size) for n in kv_lens(case)))
 
 
 def kv_lens(case: PagedCase) -> list[int]:

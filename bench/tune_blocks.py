@@ -8,7 +8,6 @@ entries they have.
 """
 
 import argparse
-import itertools
 import json
 import math
 import runpy
@@ -20,7 +19,7 @@ from typing import Any
 
 from bench import measure, own, programs, tower_visits
 from bench.measure import Candidate
-from tpu_vl.kernels.checks import round_up
+from tpu_vl.kernels.checks import NUM_LANES, round_up
 from tpu_vl.kernels.chips import CHIPS, Chip
 from tpu_vl.kernels.paged_attention import blocks as paged_blocks
 from tpu_vl.kernels.paged_attention import cases as paged_cases
@@ -164,7 +163,11 @@ class Tower:
 
 
 class Paged:
-    """Tuning of paged_attention: decode blocks by decode batches, prefill blocks by the others."""
+    """Tuning of paged_attention: decode blocks by decode batches, prefill blocks by the others.
+
+    Neither decides the schedule of the other: a part is tried beside the formula's sizes of the
+    other, decoding beside the least ones, which compile faster.
+    """
 
     def shapes(self, chip: Chip, wanted: str) -> list[Shape]:
         """The shapes of the real cases."""
@@ -185,15 +188,14 @@ class Paged:
         return list(found.values())
 
     def untried(self, shape: Shape, chip: Chip) -> list[Any]:
-        """Blocks to try next: of decoding and of prefill in the same programs."""
-        best = shape.best()
-        moves = [list(neighbours(best, p.fields)) if p.cases else [] for p in shape.parts]
-        found = [] if any(p.seconds for p in shape.parts) else [shape.formula]
+        """Blocks to try next: the formula's but for one part's sizes."""
         case = next(case for part in shape.parts for case in part.cases)
-        for decoding, prefill in itertools.zip_longest(*moves, fillvalue=best):
-            keys, rows = prefill.prefill_keys, prefill.prefill_rows
-            joined = replace(decoding, prefill_keys=keys, prefill_rows=rows)
-            found.append(self.fitted(case, joined, chip))
+        found = [] if any(p.seconds for p in shape.parts) else [shape.formula]
+        for part in shape.parts:
+            best = dict(zip(part.fields, part.values(shape.best()), strict=True))
+            if part.cases:
+                for blocks in neighbours(replace(shape.formula, **best), part.fields):
+                    found.append(self.fitted(case, blocks, chip))
         return [
             blocks
             for blocks in dict.fromkeys(found)
@@ -211,6 +213,9 @@ class Paged:
         num_heads = own.query_group(case) * case.num_kv_heads
         same = replace(case, num_tokens=TOKENS, num_heads=num_heads, q_lens=(1,), past_lens=(0,))
         found = measure.paged_candidate(case, blocks)
+        if max(case.q_lens) == 1:
+            rows = paged_blocks.LEAST_ROWS
+            blocks = replace(blocks, prefill_keys=NUM_LANES, prefill_rows=rows)
         return replace(found, program=own.paged_program(same, blocks))
 
 

@@ -7,7 +7,7 @@ from tpu_vl.kernels.chips import Chip
 from tpu_vl.kernels.paged_attention.tuned import TABLE
 
 DECODE_BLOCK_BYTES = 1 << 20  # of K and V: long enough to hide the latencies of a block's steps
-PREFILL_BLOCK_VALUES = 1 << 18  # of K of all heads
+PREFILL_BLOCK_VALUES = 1 << 19  # of K of all heads
 SUBLANES = 8  # of a vector register of 32-bit values
 STACK_BYTES = 6 << 20  # what the compiler adds for values that leave the registers
 LEAST_ROWS = 128

@@ -117,6 +117,11 @@ def _decode(model: str, tp: int, page_size: int = 64, cache_dtype: str = "bfloat
     return _real(model, 64, (1,) * 64, (4095,) * 64, tp, page_size, cache_dtype)
 
 
+def _ragged(model: str, tp: int, page_size: int = 64, cache_dtype: str = "bfloat16") -> Case:
+    """64 sequences whose contexts are spread from 41 to 4073 tokens: most blocks are not full."""
+    return _real(model, 64, (1,) * 64, tuple(range(40, 4096, 64)), tp, page_size, cache_dtype)
+
+
 def _prefill(model: str, tp: int, cache_dtype: str = "bfloat16") -> Case:
     """A chunk of 1024 tokens that ends at 8192."""
     return _real(model, 1024, (1024,), (8192 - 1024,), tp, cache_dtype=cache_dtype)
@@ -138,9 +143,10 @@ def _whole_heads(model: str, tp: int) -> bool:
 
 REAL: dict[str, Case] = {
     **{
-        f"{model}_decode_4096_tp{tp}": _decode(model, tp)
+        f"{model}_{what}_tp{tp}": make(model, tp)
         for model in MODELS
         for tp in DEVICES
+        for what, make in (("decode_4096", _decode), ("decode_ragged", _ragged))
         if _whole_heads(model, tp)
     },
     **{
@@ -155,14 +161,19 @@ REAL: dict[str, Case] = {
         if _whole_heads(model, tp)
     },
     **{
-        f"qwen3_vl_8b_decode_4096_page{size}_tp4": _decode("qwen3_vl_8b", 4, page_size=size)
+        f"qwen3_vl_8b_{what}_page{size}_tp4": make("qwen3_vl_8b", 4, page_size=size)
         for size in (16, 32, 128, 256)
+        for what, make in (("decode_4096", _decode), ("decode_ragged", _ragged))
     },
     **{
         f"{model}_{what}_{dtype}_tp{tp}": make(model, tp, cache_dtype=dtype)
         for model in ("qwen3_vl_8b", "qwen3_5_397b_a17b")
         for tp in DEVICES
         for dtype in ("int8", "float8_e4m3fn")
-        for what, make in (("decode_4096", _decode), ("prefill_1024_at_8192", _prefill))
+        for what, make in (
+            ("decode_4096", _decode),
+            ("decode_ragged", _ragged),
+            ("prefill_1024_at_8192", _prefill),
+        )
     },
 }

@@ -14,6 +14,7 @@ from tpu_vl.kernels.vision_attention import cases as vision_cases
 
 V6E = CHIPS["v6e"]
 BLOCKS = Blocks(decode_keys=512, prefill_keys=1024, prefill_rows=512, num_bufs=4)
+KEY_TP4 = (8, 2, 128, 64, "bfloat16")  # the 8B's on four devices
 
 
 def shape(decode_s: dict, prefill_s: dict) -> Shape:
@@ -67,6 +68,29 @@ def test_the_search_goes_round_the_best_sizes_once(op: Tower | Paged) -> None:
             if part.cases:
                 part.seconds[part.values(blocks)] = [1.0] * len(part.cases)
     assert op.untried(found, V6E) == []
+
+
+def test_a_part_is_tried_beside_the_same_sizes_of_the_other() -> None:
+    (found,) = (s for s in Paged().shapes(V6E, "qwen3_vl_8b") if s.key[1:] == KEY_TP4)
+    decoding, prefill = found.parts
+    formula = found.formula
+    for blocks in Paged().untried(found, V6E):
+        kept = [part.values(blocks) == part.values(formula) for part in found.parts]
+        assert any(kept), blocks
+    sizes = (formula, replace(formula, prefill_keys=2 * formula.prefill_keys))
+    for part, different in ((decoding, 1), (prefill, 2)):
+        programs_of = [Paged().candidate(part.cases[0], blocks).program for blocks in sizes]
+        assert len({str(program) for program in programs_of}) == different
+
+
+def test_decoding_is_judged_by_contexts_that_do_not_fill_their_blocks() -> None:
+    """Full blocks alone would speak for the largest."""
+    for found in Paged().shapes(V6E, "decode_"):
+        shares = [
+            sum((past + 1) % 256 > 0 for past in case.past_lens) / len(case.past_lens)
+            for case in found.parts[0].cases
+        ]
+        assert max(shares) > 0.5, found.key
 
 
 def test_cases_of_a_shape_are_tuned_together() -> None:

@@ -26,7 +26,7 @@ CASE = Case(
 
 def test_lengths_decide_the_visits_alone() -> None:
     """Neither heads, dtypes and widths nor products and copies."""
-    shapes = own.paged_shapes(**own.paged_sizes(CASE, own.num_live_pages(CASE)))
+    shapes = own.paged_shapes(**own.paged_sizes(CASE, num_pages=128))
     arrays = [jnp.zeros(s.shape, s.dtype) for s in shapes[:4]]
     target = Target(own.COUNTED.chip, pltpu.InterpretParams())
     whole = own.paged_run(CASE.width, target, BLOCKS)
