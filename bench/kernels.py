@@ -174,7 +174,7 @@ def main() -> int:
     parser.add_argument(
         "--quick",
         action="store_true",
-        help="one compile instead of two: half the time, up to 2 %% more cycles",
+        help="one compile instead of two: half the time, up to 4 %% more cycles",
     )
     parser.add_argument("--marks", action="store_true", help="the marks, all of v6e, instead")
     flags = parser.parse_args()

@@ -68,7 +68,7 @@ def profile_each(
         programs: equal ones are compiled once.
         chip: its name.
         quick: one compile, with the named scopes kept, instead of two: half the time, for cycles
-            that are up to 2 % too many.
+            that are up to 4 % too many.
     """
 
     def profiles(batch: list[Program]) -> list[Profile | str]:

@@ -198,6 +198,7 @@ def run(
 
     def visit(index: Any, carry: Any) -> Any:
         (now, coming, *later), far = carry
+        following = stream.following(far)
         slot_now, slot_coming, slot_far = (
             ring(index + offset, stream.num_bufs) for offset in (stream.num_bufs - 1, 0, ahead - 1)
         )
@@ -239,7 +240,7 @@ def run(
             with jax.named_scope("decode_finish"):
                 finish(now.tile)
 
-        return (coming, *later, far), stream.following(far)
+        return (coming, *later, far), following
 
     def restart() -> None:
         state.top_gRL[...] = jnp.full(state.top_gRL.shape, MASKED, jnp.float32)

@@ -15,6 +15,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from tpu_vl.kernels.paged_attention.plan import Plan, ceil_quotient, quotient
 
+RUN = 8  # page copies that start with no loop around each
 FIELDS = 4  # of a tile in scalar memory: sequence, first row, number of rows, causal limit
 
 
@@ -143,9 +144,16 @@ class Stream:
             slot: of the ring.
             scope: name for profiles.
         """
-        first = self._first_entry(item)
+        first, count = self._first_entry(item), self._num_pages(item.left)
+        num_runs = quotient(count, RUN)
 
-        @pl.loop(0, self._num_pages(item.left))
+        @pl.loop(0, num_runs)
+        def _(run: Any) -> None:
+            with jax.named_scope(f"{scope}_run"):
+                for page in range(RUN):
+                    self._page_copy(first, run * RUN + page, slot).start()
+
+        @pl.loop(num_runs * RUN, count)
         def _(page: Any) -> None:
             with jax.named_scope(scope):
                 self._page_copy(first, page, slot).start()
