@@ -198,7 +198,7 @@ def run(
 
     def visit(index: Any, carry: Any) -> Any:
         (now, coming, *later), far = carry
-        following = stream.following(far)
+        following = stream.following(far)  # here, since its loads overlap with the slots' sums
         slot_now, slot_coming, slot_far = (
             ring(index + offset, stream.num_bufs) for offset in (stream.num_bufs - 1, 0, ahead - 1)
         )
