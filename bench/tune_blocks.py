@@ -19,6 +19,7 @@ from typing import Any
 
 from bench import measure, own, programs, tower_visits
 from bench.measure import Candidate
+from bench.programs import Program
 from tpu_vl.kernels.checks import NUM_LANES, round_up
 from tpu_vl.kernels.chips import CHIPS, Chip
 from tpu_vl.kernels.paged_attention import blocks as paged_blocks
@@ -209,14 +210,17 @@ class Paged:
         return own.paged_blocks_of(replace(case, num_tokens=TOKENS), chip, blocks)
 
     def candidate(self, case: PagedCase, blocks: paged_blocks.Blocks) -> Candidate:
-        """A case in some blocks; its program serves all batches, and groups that pad."""
+        """A case in some blocks."""
+        return replace(measure.paged_candidate(case, blocks), program=self.program(case, blocks))
+
+    def program(self, case: PagedCase, blocks: paged_blocks.Blocks) -> Program:
+        """What is compiled for a case: one for all batches, and for groups that pad to the same."""
         num_heads = own.query_group(case) * case.num_kv_heads
         same = replace(case, num_tokens=TOKENS, num_heads=num_heads, q_lens=(1,), past_lens=(0,))
-        found = measure.paged_candidate(case, blocks)
         if max(case.q_lens) == 1:
             rows = paged_blocks.LEAST_ROWS
             blocks = replace(blocks, prefill_keys=NUM_LANES, prefill_rows=rows)
-        return replace(found, program=own.paged_program(same, blocks))
+        return own.paged_program(same, blocks)
 
 
 TOKENS = 1024  # of a program for all batches: a schedule does not depend on them

@@ -14,6 +14,8 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
 
+from tpu_vl.kernels.interpret import COMPILER_OPTIONS
+
 
 def count(run: Callable[[], Any]) -> Counter[str]:
     """Runs a program whose kernels are interpreted and counts the openings of every named scope.
@@ -46,7 +48,8 @@ def control_flow(run: Callable[..., Any], *args: Any) -> Callable[..., Counter[s
         mock.patch.object(jax.lax, "dot_general", _no_product),
         mock.patch.object(pltpu, "make_async_copy", return_value=_NoCopy()),
     ):
-        compiled = jax.jit(lambda *data: run(*data)).lower(*args).compile()
+        lowered = jax.jit(lambda *data: run(*data), compiler_options=COMPILER_OPTIONS).lower(*args)
+        compiled = lowered.compile()
 
     def counted(*data: Any) -> Counter[str]:
         counts.subtract(dict(counts))  # back to zero, but with every name

@@ -17,6 +17,9 @@ from jax.sharding import Mesh
 from tpu_vl.kernels.chips import CHIPS, Chip, chip_of
 
 INTERPRETED = CHIPS["v6e"]  # the chip whose sizes a kernel takes where it is interpreted
+# For `jax.jit` of a kernel that is interpreted a few times: its program is large, and XLA would
+# spend more on making it fast than it ever runs.
+COMPILER_OPTIONS = {"xla_backend_optimization_level": 0}
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ SMALL: dict[str, Case] = {
     "one_padded": Case(num_rows=64, num_heads=4, width=16, segments=(36,)),
     "three_sizes": Case(num_rows=128, num_heads=3, width=24, segments=(16, 64, 20)),
     "across_blocks": Case(num_rows=600, num_heads=2, width=8, segments=(250, 12, 280)),
-    "many_tiny": Case(num_rows=320, num_heads=2, width=8, segments=(4,) * 75),
+    "many_tiny": Case(num_rows=600, num_heads=2, width=8, segments=(4,) * 75),
     "one_patch": Case(num_rows=16, num_heads=2, width=8, segments=(1,)),
     "nothing": Case(num_rows=16, num_heads=2, width=8, segments=()),
     "bfloat16": Case(num_rows=128, num_heads=4, width=24, segments=(48, 60), dtype="bfloat16"),
@@ -38,7 +38,7 @@ SMALL: dict[str, Case] = {
     "width_80": Case(num_rows=192, num_heads=1, width=80, segments=(64, 64, 48), dtype="bfloat16"),
     "width_128": Case(num_rows=160, num_heads=2, width=128, segments=(33, 127)),
     "edge_of_a_block": Case(num_rows=1024, num_heads=1, width=8, segments=(512, 512)),
-    "behind_an_edge": Case(num_rows=1100, num_heads=1, width=8, segments=(513, 511, 1)),
+    "behind_an_edge": Case(num_rows=1600, num_heads=1, width=8, segments=(513, 511, 1)),
     "windows": Case(num_rows=1024, num_heads=1, width=8, segments=(64,) * 15 + (32,)),
     "a_long_one_and_tiny": Case(num_rows=1600, num_heads=1, width=8, segments=(1300,) + (3,) * 70),
 }

@@ -79,7 +79,7 @@ def test_a_part_is_tried_beside_the_same_sizes_of_the_other() -> None:
         assert any(kept), blocks
     sizes = (formula, replace(formula, prefill_keys=2 * formula.prefill_keys))
     for part, different in ((decoding, 1), (prefill, 2)):
-        programs_of = [Paged().candidate(part.cases[0], blocks).program for blocks in sizes]
+        programs_of = [Paged().program(part.cases[0], blocks) for blocks in sizes]
         assert len({str(program) for program in programs_of}) == different
 
 

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import Mesh
 
+from tpu_vl.kernels.interpret import COMPILER_OPTIONS
 from tpu_vl.kernels.paged_attention import api, reference, tiles
 from tpu_vl.kernels.paged_attention.cases import QUANTISED, SMALL, Case
 from tpu_vl.kernels.paged_attention.pages import Batch
@@ -119,10 +120,19 @@ def check(found: jax.Array, expected: np.ndarray, dtype: str) -> None:
     )
 
 
-@functools.partial(jax.jit, static_argnames=("implementation", "mesh"))
-def attend(*inputs, implementation, mesh=None, scales=None):
+@functools.partial(
+    jax.jit,
+    static_argnames=("implementation", "mesh", "sizes"),
+    compiler_options=COMPILER_OPTIONS,
+)
+def attend(*inputs, implementation, mesh=None, scales=None, sizes=None):
     return api.paged_attention(
-        *inputs, scale=SCALE, implementation=implementation, mesh=mesh, kv_scales_2K=scales
+        *inputs,
+        scale=SCALE,
+        implementation=implementation,
+        mesh=mesh,
+        kv_scales_2K=scales,
+        blocks=sizes,
     )
 
 

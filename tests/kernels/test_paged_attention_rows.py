@@ -1,13 +1,16 @@
 """The ends of the paged attention kernel: norm and rotation of heads, blocks of tokens, padding."""
 
+import functools
 from dataclasses import replace
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from tests.kernels.test_paged_attention import CASES, SCALE, TOLERANCE, make_inputs, make_scales
 from tests.kernels.test_paged_attention_pallas import BLOCKS, check
+from tpu_vl.kernels.interpret import COMPILER_OPTIONS
 from tpu_vl.kernels.paged_attention import api
 from tpu_vl.kernels.paged_attention.cases import Case
 
@@ -25,14 +28,14 @@ def make_rope(case: Case) -> api.Rope:
 
 @pytest.mark.parametrize(
     ("name", "width"),
-    [("mixed", 16), ("mixed", 128), ("bfloat16", 128), ("bfloat16_wide_cache", 16), ("int8", 128)],
+    [("mixed", 16), ("bfloat16", 128), ("int8", 128)],
 )
 def test_heads_are_normed_and_rotated_as_in_the_reference(name: str, width: int) -> None:
     case = replace(CASES[name], width=width)
     inputs, scales = make_inputs(case, implementation="pallas"), make_scales(case)
-    found, expected = (
-        api.paged_attention(
-            *inputs,
+    runs = [
+        functools.partial(
+            api.paged_attention,
             scale=width**-0.5,
             implementation=implementation,
             mesh=None,
@@ -41,7 +44,8 @@ def test_heads_are_normed_and_rotated_as_in_the_reference(name: str, width: int)
             blocks=BLOCKS,
         )
         for implementation in ("pallas", "dense")
-    )
+    ]
+    found, expected = (jax.jit(x, compiler_options=COMPILER_OPTIONS)(*inputs) for x in runs)
     # A float32 sum in another order may round a key to the next step of the cache.
     step = 1 if case.cache_dtype == "int8" else 2 * TOLERANCE[case.dtype]
     for a, b, limit in zip(found, expected, (2 * TOLERANCE[case.dtype], step), strict=True):
@@ -49,7 +53,7 @@ def test_heads_are_normed_and_rotated_as_in_the_reference(name: str, width: int)
         np.testing.assert_allclose(x, y, rtol=0, atol=limit)
 
 
-@pytest.mark.parametrize(("num_tokens", "live"), [(208, 150), (201, 201), (256, 130), (40, 0)])
+@pytest.mark.parametrize(("num_tokens", "live"), [(201, 201), (201, 150), (201, 0), (256, 130)])
 def test_tokens_in_several_blocks_and_padding_that_is_zero(num_tokens: int, live: int) -> None:
     lengths = (live - live // 3, live // 3) if live else ()
     past = (70, 5) if live else ()

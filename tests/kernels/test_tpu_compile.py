@@ -5,7 +5,8 @@ all of them with `make kernels-all`.
 """
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 
@@ -23,6 +24,8 @@ pytestmark = pytest.mark.skipif(
 
 DECODE = next(n for n in marks.DECODE if paged_cases.REAL[n].page_size == 64)
 CHOSEN = (marks.FULL, DECODE)
+ON_A_MESH = (*CHOSEN, *marks.PREFILL)
+OTHER_CHIPS = ("v5e", "v5p", "tpu7x")
 
 SCRIPT = """
 import functools, json, re, sys
@@ -74,10 +77,31 @@ for name in sys.argv[1:]:
 """  # noqa: E501
 
 
-def test_on_a_mesh_one_kernel_without_collectives_or_a_copy_of_the_pages() -> None:
-    names = (*CHOSEN, *marks.PREFILL)
-    found = [json.loads(line) for line in tpu_compile.run_script(SCRIPT, *names).splitlines()]
-    assert [f["name"] for f in found] == list(names)
+@pytest.fixture(scope="module")
+def pool() -> Iterator[ThreadPoolExecutor]:
+    """Compilers are processes of their own: two run side by side."""
+    with ThreadPoolExecutor(2) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def on_a_mesh(pool: ThreadPoolExecutor) -> Future[str]:
+    """What the script says of ON_A_MESH."""
+    return pool.submit(tpu_compile.run_script, SCRIPT, *ON_A_MESH)
+
+
+@pytest.fixture(scope="module")
+def refused_by(pool: ThreadPoolExecutor) -> dict[str, Future[dict[str, str]]]:
+    """Those of CHOSEN that do not compile, of each other chip."""
+    return {chip: pool.submit(refused, CHOSEN, chip) for chip in OTHER_CHIPS}
+
+
+def test_on_a_mesh_one_kernel_without_collectives_or_a_copy_of_the_pages(
+    on_a_mesh: Future[str], refused_by: object
+) -> None:
+    del refused_by  # has begun beside it
+    found = [json.loads(line) for line in on_a_mesh.result().splitlines()]
+    assert [f["name"] for f in found] == list(ON_A_MESH)
     for f in found:
         assert f["kernels"] == 1, f
         assert f["collectives"] == 0, f
@@ -108,9 +132,9 @@ def refused(names: Iterable[str], chip: str) -> dict[str, str]:
     return {n: w for n, p in asked.items() if (w := said[json.dumps([p.build, p.sizes])])}
 
 
-@pytest.mark.parametrize("chip", ["v5e", "v5p", "tpu7x"])
-def test_chosen_shapes_compile(chip: str) -> None:
-    assert refused(CHOSEN, chip) == {}
+@pytest.mark.parametrize("chip", OTHER_CHIPS)
+def test_chosen_shapes_compile(chip: str, refused_by: dict[str, Future[dict[str, str]]]) -> None:
+    assert refused_by[chip].result() == {}
 
 
 @pytest.mark.slow

@@ -13,10 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import Mesh
 
 from tests.kernels.test_vision_attention import SCALE, bounds_of, check, make_inputs, truth
 from tpu_vl.kernels.chips import CHIPS
-from tpu_vl.kernels.interpret import target
+from tpu_vl.kernels.interpret import COMPILER_OPTIONS, target
 from tpu_vl.kernels.vision_attention import api, pallas_tpu, reference
 from tpu_vl.kernels.vision_attention.blocks import (
     Blocks,
@@ -37,9 +38,14 @@ CHUNKED = Blocks(queries=256, keys=256, tile=128, heads=1, chunk=512)
 BOTH = pytest.mark.parametrize("blocks", [WHOLE, CHUNKED], ids=["whole", "chunked"])
 
 
-@functools.partial(jax.jit, static_argnames="blocks")
+@functools.partial(jax.jit, static_argnames="blocks", compiler_options=COMPILER_OPTIONS)
 def attend(*inputs: jax.Array, blocks: Blocks) -> jax.Array:
     return pallas_tpu.packed(*inputs, scale=SCALE, target=target(None), blocks=blocks)
+
+
+@functools.partial(jax.jit, static_argnames="mesh", compiler_options=COMPILER_OPTIONS)
+def attend_by_entry(*inputs: jax.Array, mesh: Mesh | None = None) -> jax.Array:
+    return api.vision_attention(*inputs, scale=SCALE, implementation="pallas", mesh=mesh)
 
 
 def ragged(segments: tuple[int, ...], dtype: str = "float32") -> Case:
@@ -50,7 +56,7 @@ def ragged(segments: tuple[int, ...], dtype: str = "float32") -> Case:
 def test_every_case_equals_the_reference(name: str) -> None:
     case = SMALL[name]
     inputs = make_inputs(case)
-    found = api.vision_attention(*inputs, scale=SCALE, implementation="pallas", mesh=None)
+    found = attend_by_entry(*inputs)
     exact = [x.astype(jnp.float32) for x in inputs[:3]]
     expected = reference.dense(*exact, *inputs[3:], scale=SCALE)
     check(found, np.asarray(expected), case.dtype)
@@ -145,7 +151,8 @@ def test_there_is_no_race() -> None:
     )
     run = functools.partial(pallas_tpu.packed, scale=SCALE, target=target(None), blocks=CHUNKED)
     with pltpu.force_tpu_interpret_mode(params):
-        check(jax.jit(run)(*inputs), truth(case, inputs), "float32")
+        found = jax.jit(run, compiler_options=COMPILER_OPTIONS)(*inputs)
+        check(found, truth(case, inputs), "float32")
     assert interpret_pallas_call.races is not None
     assert not interpret_pallas_call.races.races_found
 
@@ -154,13 +161,8 @@ def test_there_is_no_race() -> None:
 def test_sharded_over_heads_equals_one_device(num_heads: int) -> None:
     case = Case(num_rows=64, num_heads=num_heads, width=8, segments=(30, 20))
     inputs = make_inputs(case)
-    run = functools.partial(
-        api.vision_attention,
-        scale=SCALE,
-        implementation="pallas",
-        mesh=make_mesh(2, jax.devices()[:2]),
-    )
-    check(jax.jit(run)(*inputs), truth(case, inputs), "float32")
+    found = attend_by_entry(*inputs, mesh=make_mesh(2, jax.devices()[:2]))
+    check(found, truth(case, inputs), "float32")
 
 
 @settings(max_examples=100, deadline=None)
@@ -252,7 +254,8 @@ def test_blocks_shrink_with_the_vmem_and_the_result_stays() -> None:
     assert len(set(work)) == len(work)
     tight = replace(target(None), chip=small_chip(5 << 19))
     assert pick_blocks(640, 4, 24, "float32", tight.chip).chunk < 640
-    found = jax.jit(functools.partial(pallas_tpu.packed, scale=SCALE, target=tight))(*inputs)
+    run = functools.partial(pallas_tpu.packed, scale=SCALE, target=tight)
+    found = jax.jit(run, compiler_options=COMPILER_OPTIONS)(*inputs)
     check(found, truth(case, inputs), "float32")
 
 
