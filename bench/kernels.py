@@ -158,8 +158,8 @@ def save(found: Sequence[Row], chip: Chip, path: Path, *, quick: bool) -> None:
             kept = {row["case"]: row for row in old["rows"]}
     kept |= {row.subject.case: row.as_json(chip) for row in found}
     path.parent.mkdir(exist_ok=True)
-    text = json.dumps(head | {"rows": [kept[name] for name in sorted(kept)]}, indent=1)
-    path.write_text(text + "\n")
+    lines = ",\n".join(json.dumps(kept[name]) for name in sorted(kept))
+    path.write_text(f'{json.dumps(head)[:-1]}, "rows": [\n{lines}\n]}}\n')
 
 
 def main() -> int:

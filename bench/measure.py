@@ -325,7 +325,7 @@ def _paged_phase(
     q_lens, past_lens = zip(*lens, strict=True)
     case = replace(whole, q_lens=q_lens, past_lens=past_lens)
     fetched = own.fetched_pages(case, blocks)
-    keys = blocks.decode_keys if max(q_lens) == 1 else blocks.prefill_keys
+    keys = blocks.decode_keys if case.decodes else blocks.prefill_keys
     return Candidate(
         name="tpu_vl",
         program=own.paged_program(whole, blocks),
@@ -347,9 +347,8 @@ def _ragged(case: PagedCase) -> list[Candidate]:
     lanes = round_up(case.width, NUM_LANES)
     copy_bytes = case.page_size * 2 * case.num_kv_heads * lanes * BF16_BYTES
     query_bytes = 2 * case.num_tokens * case.num_heads * lanes * BF16_BYTES
-    decodes = max(case.q_lens) == 1
     found = []
-    for keys, queries in RAGGED_DECODE_BLOCKS if decodes else RAGGED_PREFILL_BLOCKS:
+    for keys, queries in RAGGED_DECODE_BLOCKS if case.decodes else RAGGED_PREFILL_BLOCKS:
         pages = min(case.max_pages, max(1, keys // case.page_size))
         counts = rivals.ragged_counts(
             case.q_lens,

@@ -217,7 +217,7 @@ class Paged:
         """What is compiled for a case: one for all batches, and for groups that pad to the same."""
         num_heads = own.query_group(case) * case.num_kv_heads
         same = replace(case, num_tokens=TOKENS, num_heads=num_heads, q_lens=(1,), past_lens=(0,))
-        if max(case.q_lens) == 1:
+        if case.decodes:
             rows = paged_blocks.LEAST_ROWS
             blocks = replace(blocks, prefill_keys=NUM_LANES, prefill_rows=rows)
         return own.paged_program(same, blocks)

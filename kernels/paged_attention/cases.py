@@ -35,6 +35,11 @@ class Case:
     cache_dtype: str = "float32"
     tp: int = 1
 
+    @property
+    def decodes(self) -> bool:
+        """Whether it is a step of decoding alone: one new token each."""
+        return all(new == 1 for new in self.q_lens)
+
 
 def _small(q_lens: tuple[int, ...], past_lens: tuple[int, ...], **changes: object) -> Case:
     fields: dict[str, object] = {

@@ -151,7 +151,10 @@ def test_sharded_over_heads_equals_the_reference(name: str) -> None:
 
 
 def test_no_copy_races_with_another_or_with_the_computation() -> None:
-    case = replace(CASES["mixed"], q_lens=(1, 40, 1, 3), past_lens=(150, 100, 15, 140))
+    # Three blocks of tokens: one takes the slot of another.
+    case = replace(
+        CASES["mixed"], num_tokens=300, q_lens=(1, 260, 1, 3), past_lens=(150, 50, 15, 140)
+    )
     inputs = make_inputs(case, implementation="pallas")
     interpret = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
     run = functools.partial(
