@@ -162,14 +162,16 @@ def _stored(lowered: jax.stages.Lowered, chip: str, mode: str, folder: Path) -> 
 
 def _words(lowered: jax.stages.Lowered, chip: str, mode: str, folder: Path) -> dict[str, Any]:
     try:
-        text = lowered.compile().as_text() or ""
-        words: dict[str, Any] = {"failure": ""}
+        compiled = lowered.compile()
+    except Exception as error:  # of XLA or of Mosaic, whose has no public name
+        words = _refused(error)
+    else:
+        words = {"failure": ""}
         if mode != COMPILE:
             (dump,) = schedule.find_kernels(folder)
             words["kernel"] = schedule.to_json(schedule.read_kernel(dump, CHIPS[chip]))
+            text = compiled.as_text() or ""
             words["around_cycles"] = sum(int(x) for x in _FUSION_CYCLES.findall(text))
-    except jax.errors.JaxRuntimeError as error:
-        words = _refused(error)
     for path in folder.iterdir():
         path.unlink()
     return words
