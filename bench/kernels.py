@@ -74,6 +74,7 @@ class Row:
             "valu_share": self.ours.valu_share,
             "spill_share": self.ours.spill_share,
             "around_cycles": self.ours.around_cycles,
+            "scopes_kept": self.ours.scopes_kept,
             "rival": asdict(self.rival) if self.rival else None,
             "floor": asdict(self.floor) if self.floor else None,
             "failures": self.failures,

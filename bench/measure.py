@@ -59,6 +59,7 @@ class Estimate:
         valu_share: how full the vector slots are.
         spill_share: how full the store slots are with spills.
         around_cycles: XLA's estimate of the transposes and padding around the kernel, as compiled.
+        scopes_kept: as in `programs.Profile`.
     """
 
     name: str
@@ -70,6 +71,7 @@ class Estimate:
     valu_share: float
     spill_share: float
     around_cycles: int
+    scopes_kept: bool
 
 
 def estimate(candidate: Candidate, profile: Profile, chip: Chip) -> Estimate:
@@ -92,6 +94,7 @@ def estimate(candidate: Candidate, profile: Profile, chip: Chip) -> Estimate:
         valu_share=kernel.slot_share(counts, "valu", steps),
         spill_share=kernel.slot_share(counts, "spill", steps),
         around_cycles=profile.around_cycles,
+        scopes_kept=profile.scopes_kept,
     )
     if candidate.after is None:
         return found

@@ -47,7 +47,7 @@ def profile(cycles: int) -> Profile:
         capacity={"mxu": 2, "valu": 4, "spill": 2},
         stored_bundles=cycles,
     )
-    return Profile(kernel, around_cycles=7)
+    return Profile(kernel, around_cycles=7, scopes_kept=False)
 
 
 def candidate(**changes: int) -> Candidate:

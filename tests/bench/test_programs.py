@@ -6,8 +6,10 @@ from typing import Any
 import jax
 import pytest
 
-from bench import programs
+from bench import programs, schedule
 from bench.programs import Program
+from bench.schedule import KernelProfile, Region
+from tpu_vl.kernels.chips import CHIPS
 
 
 class Lowered:
@@ -61,3 +63,40 @@ def test_equal_programs_are_compiled_once(monkeypatch: pytest.MonkeyPatch) -> No
     asked = [Program("x.y", {"n": n % 20}) for n in range(40)]
     assert programs.failures(asked, "v6e") == [str(n % 20) for n in range(40)]
     assert [len(batch) for batch in batches] == [programs.BATCH, 20 - programs.BATCH]
+
+
+def test_where_scopes_change_the_program_its_own_schedule_counts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kinds = {
+        "same": {programs.CYCLES: ("kernel", "branch"), programs.NAMES: ("kernel", "branch")},
+        "merged": {programs.CYCLES: ("kernel",), programs.NAMES: ("kernel", "branch")},
+    }
+    cycles_of = {programs.CYCLES: 100, programs.NAMES: 103}
+
+    def compiled(batch: list[Program], chip: str, mode: str) -> list[dict[str, Any]]:
+        def kernel(build: str) -> schedule.KernelProfile:
+            kept = enumerate(kinds[build][mode])
+            regions = tuple(Region(kind=kind, start=0, end=9, depth=n) for n, kind in kept)
+            regions[0].cycles = cycles_of[mode]
+            return KernelProfile(
+                name=build,
+                chip=CHIPS[chip],
+                regions=regions,
+                capacity=dict.fromkeys(schedule.SLOTS, 1),
+                stored_bundles=9,
+            )
+
+        return [
+            {"failure": "", "kernel": schedule.to_json(kernel(p.build)), "around_cycles": 0}
+            for p in batch
+        ]
+
+    monkeypatch.setattr(programs, "_compile", compiled)
+    asked = [Program(build, {}) for build in kinds]
+    for quick, expected in ((False, [(100, False), (103, True)]), (True, [(103, True)] * 2)):
+        said = []
+        for found in programs.profile_each(asked, "v6e", quick=quick):
+            assert not isinstance(found, str)
+            said.append((found.kernel.regions[0].cycles, found.scopes_kept))
+        assert said == expected
