@@ -169,20 +169,21 @@ def _stored(lowered: jax.stages.Lowered, chip: str, mode: str, folder: Path) -> 
 
 
 def _words(lowered: jax.stages.Lowered, chip: str, mode: str, folder: Path) -> dict[str, Any]:
-    words: dict[str, Any] = {"failure": ""}
     try:
-        compiled = lowered.compile()
-    except Exception as error:  # of XLA or of Mosaic, whose has no public name
-        words = _refused(error)
-    else:
+        try:
+            compiled = lowered.compile()
+        except Exception as error:  # of XLA or of Mosaic, whose has no public name
+            return _refused(error)
+        words: dict[str, Any] = {"failure": ""}
         if mode != COMPILE:
             (dump,) = schedule.find_kernels(folder)
             words["kernel"] = schedule.to_json(schedule.read_kernel(dump, CHIPS[chip]))
             text = compiled.as_text() or ""
             words["around_cycles"] = sum(int(x) for x in _FUSION_CYCLES.findall(text))
-    for path in folder.iterdir():
-        path.unlink()
-    return words
+        return words
+    finally:  # the next program's dump is to be the only one
+        for path in folder.iterdir():
+            path.unlink()
 
 
 @dataclass(frozen=True)
