@@ -342,6 +342,20 @@ def _paged_phase(
 # Keys and queries of a block.
 RAGGED_DECODE_BLOCKS = ((1024, 16), (2048, 16))
 RAGGED_PREFILL_BLOCKS = ((1024, 64), (1024, 128), (2048, 128), (1024, 256))
+# Logits of a block, all heads of 128 lanes: the kernel unrolls them, and the compiler takes minutes
+# for twice as many, an hour for eight times. Many heads get blocks of fewer keys.
+RAGGED_LOGITS = 1 << 21
+
+
+def ragged_blocks(case: PagedCase) -> list[tuple[int, int]]:
+    """Keys and queries of the blocks in which the rival is tried."""
+    heads = case.num_heads * round_up(case.width, NUM_LANES) // NUM_LANES
+    found = []
+    for keys, queries in RAGGED_DECODE_BLOCKS if case.decodes else RAGGED_PREFILL_BLOCKS:
+        while heads * queries * keys > RAGGED_LOGITS:
+            keys //= 2
+        found.append((keys, queries))
+    return list(dict.fromkeys(found))
 
 
 def _ragged(case: PagedCase) -> list[Candidate]:
@@ -351,7 +365,7 @@ def _ragged(case: PagedCase) -> list[Candidate]:
     copy_bytes = case.page_size * 2 * case.num_kv_heads * lanes * BF16_BYTES
     query_bytes = 2 * case.num_tokens * case.num_heads * lanes * BF16_BYTES
     found = []
-    for keys, queries in RAGGED_DECODE_BLOCKS if case.decodes else RAGGED_PREFILL_BLOCKS:
+    for keys, queries in ragged_blocks(case):
         pages = min(case.max_pages, max(1, keys // case.page_size))
         counts = rivals.ragged_counts(
             case.q_lens,
