@@ -183,7 +183,9 @@ def _tower_rival(
         return jnp.pad(jnp.swapaxes(x_PNH, 0, 1), ((0, 0), (0, 0), (0, lanes - width)))
 
     def run(q: jax.Array, k: jax.Array, v: jax.Array, segment_P: jax.Array) -> jax.Array:
-        with named_blocks():
+        # By default the products of float32 arrays are bfloat16's; ours are not.
+        exact = "highest" if dtype == "float32" else None
+        with named_blocks(), jax.default_matmul_precision(exact):
             out_NPH = attend(prepare(q), prepare(k), prepare(v), segment_P)
         return jnp.swapaxes(out_NPH, 0, 1)[..., :width]
 
