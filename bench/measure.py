@@ -205,8 +205,14 @@ def _tower_bytes(case: VisionCase, size: int, block_q: int) -> int:
 
 LARGEST_BLOCK = 2048
 # Blocks of queries, of keys, of keys in an iteration; larger ones than a case has rows fall out.
-SPLASH_BLOCKS = ((512, 512, 512), (1024, 1024, 512), (1024, 2048, 1024), (2048, 2048, 1024))
-FLASH_BLOCKS = ((512, 512, 512), (1024, 1024, 1024))
+SPLASH_BLOCKS = (
+    (256, 256, 256),
+    (512, 512, 512),
+    (1024, 1024, 512),
+    (1024, 2048, 1024),
+    (2048, 2048, 1024),
+)
+FLASH_BLOCKS = ((256, 256, 256), (512, 512, 512), (1024, 1024, 1024))
 
 
 def _splash(case: VisionCase, size: int) -> list[Candidate]:
