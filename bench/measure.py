@@ -348,8 +348,8 @@ def _paged_phase(
 # Keys and queries of a block.
 RAGGED_DECODE_BLOCKS = ((1024, 16), (2048, 16))
 RAGGED_PREFILL_BLOCKS = ((1024, 64), (1024, 128), (2048, 128), (1024, 256))
-# Logits of a block, all heads of 128 lanes: the kernel unrolls them, and the compiler takes minutes
-# for twice as many, an hour for eight times. Many heads get blocks of fewer keys.
+# Logits of a block, all heads of 128 lanes: the kernel unrolls them, and for twice as many the
+# compiler took five minutes, its time growing faster than they do. Many heads get fewer keys.
 RAGGED_LOGITS = 1 << 21
 
 
