@@ -304,7 +304,7 @@ def paged_subject(name: str, whole: PagedCase, chip: Chip) -> Subject:
         op="paged_attention",
         case=name,
         ours=paged_candidate(case, blocks),
-        rivals=() if own.is_quantised(case.cache_dtype) else tuple(_ragged(case)),
+        rivals=tuple(_ragged(case)),
         floor=(),
         flops=4.0 * case.num_heads * case.width * seen,
         kv_bytes=kv_bytes,
@@ -366,9 +366,9 @@ def ragged_blocks(case: PagedCase) -> list[tuple[int, int]]:
 
 def _ragged(case: PagedCase) -> list[Candidate]:
     sizes = own.paged_sizes(case)
-    del sizes["cache_dtype"]
     lanes = round_up(case.width, NUM_LANES)
-    copy_bytes = case.page_size * 2 * case.num_kv_heads * lanes * BF16_BYTES
+    cache_bytes = jnp.dtype(case.cache_dtype).itemsize
+    copy_bytes = case.page_size * 2 * case.num_kv_heads * lanes * cache_bytes
     query_bytes = 2 * case.num_tokens * case.num_heads * lanes * BF16_BYTES
     found = []
     for keys, queries in ragged_blocks(case):

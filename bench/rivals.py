@@ -16,6 +16,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import (
 )
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask
 
+from bench import own
 from bench.programs import Call
 from tpu_vl.kernels.checks import NUM_LANES, round_up
 
@@ -132,8 +133,12 @@ def ragged(
     scale: float,
     pages_per_block: int,
     queries_per_block: int,
+    kv_scale: float | None = None,
 ) -> jax.Array:
-    """Ragged paged attention; it does not write the new tokens' K and V."""
+    """Ragged paged attention; it does not write the new tokens' K and V.
+
+    `kv_scale` is the step of quantised pages: it knows one for all heads, a constant.
+    """
     return ragged_kernel.ragged_paged_attention(
         q_TNH,
         pages_LSCH,
@@ -142,6 +147,8 @@ def ragged(
         q_starts_B,
         num_seqs,
         sm_scale=scale,
+        k_scale=kv_scale,
+        v_scale=kv_scale,
         num_kv_pages_per_block=pages_per_block,
         num_queries_per_block=queries_per_block,
         vmem_limit_bytes=VMEM_LIMIT_BYTES,
@@ -228,23 +235,24 @@ def ragged_call(
     num_pages: int,
     max_pages: int,
     dtype: str,
+    cache_dtype: str,
     **blocks: int,
 ) -> Call:
     """Ragged paged attention; writing the new tokens' K and V is left out, in its favour."""
     del chip
     lanes = round_up(width, NUM_LANES)
+    scales = {"scale": width**-0.5, "kv_scale": 0.03 if own.is_quantised(cache_dtype) else None}
 
     def run(q: jax.Array, cache: jax.Array, *addresses: jax.Array) -> jax.Array:
         q = jnp.pad(q, ((0, 0), (0, 0), (0, lanes - width)))
         table_BM, starts_B, lens_B, live_1 = addresses
         with named_blocks():
-            return ragged(
-                q, cache, lens_B, table_BM, starts_B, live_1, scale=width**-0.5, **blocks
-            )[..., :width]
+            out = ragged(q, cache, lens_B, table_BM, starts_B, live_1, **scales, **blocks)
+        return out[..., :width]
 
     shapes = (
         S((num_tokens, num_heads, width), dtype),
-        S((num_pages, page_size, 2 * num_kv_heads, lanes), dtype),
+        S((num_pages, page_size, 2 * num_kv_heads, lanes), cache_dtype),
         S((num_seqs, max_pages), jnp.int32),
         S((num_seqs + 1,), jnp.int32),
         S((num_seqs,), jnp.int32),

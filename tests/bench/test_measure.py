@@ -107,6 +107,19 @@ def test_rivals_are_tried_in_blocks_that_compile_in_minutes() -> None:
     assert measure.ragged_blocks(decoding) == list(measure.RAGGED_DECODE_BLOCKS)
 
 
+def test_rivals_read_the_pages_of_the_case() -> None:
+    def page_bytes(cache_dtype: str) -> list[float]:
+        case = replace(CASE, cache_dtype=cache_dtype)
+        subject = measure.paged_subject("some", case, V6E)
+        assert {r.program.sizes["cache_dtype"] for r in subject.rivals} == {cache_dtype}
+        local = measure.one_device(case)
+        queries_bytes = 2 * local.num_tokens * local.num_heads * 128 * 2
+        return [(r.hbm_bytes - queries_bytes) / r.num_copies for r in subject.rivals]
+
+    assert set(page_bytes("bfloat16")) == {CASE.page_size * 2 * 2 * 128 * 2}
+    assert set(page_bytes("int8")) == {CASE.page_size * 2 * 2 * 128}
+
+
 def test_one_device_has_its_share_of_the_heads_or_all() -> None:
     local = measure.one_device(CASE)
     assert (local.num_heads, local.num_kv_heads, local.tp) == (8, 2, 1)
@@ -202,5 +215,4 @@ def test_a_snapshot_is_complete(target: str) -> None:
         assert found["roofline_ratio"] >= 0.99, found["case"]
         assert 0 < found["mxu_share"] <= 1
     names = [found["case"] for found in saved["rows"]]
-    every = sorted([*vision_cases.REAL, *paged_cases.REAL])
-    assert sorted(names) == (every if target == "v6e" else sorted(marks.case_names()))
+    assert sorted(names) == sorted([*vision_cases.REAL, *paged_cases.REAL])
