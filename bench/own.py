@@ -75,8 +75,9 @@ def vision_step_call(
     target, sizes = Target(chip, False), vision_blocks.Blocks(**blocks)
     lanes, rows = round_up(width, NUM_LANES), vision_blocks.value_rows(width, dtype)
     bounds = S((2, num_rows), jnp.int32)
+    # A factor of 1 would not be multiplied.
     run = functools.partial(
-        vision_kernel.call, width=width, factor=1.0, target=target, blocks=sizes
+        vision_kernel.call, width=width, factor=width**-0.5, target=target, blocks=sizes
     )
     shapes = (
         jax.eval_shape(functools.partial(key_ranges, blocks=sizes), bounds),

@@ -38,6 +38,7 @@ def test_the_store_holds_what_a_program_gave(
     folder = tmp_path / "dumps"
     folder.mkdir()
     good, bad = Lowered("a program"), Lowered("too large")
+    monkeypatch.delenv(programs.STORE, raising=False)
     for _ in range(2):
         assert found(good, folder) == {"failure": ""}
     assert good.num_compiled == 2, "without a folder nothing is kept"
