@@ -5,9 +5,11 @@ from dataclasses import asdict, astuple, replace
 import pytest
 
 from bench import measure, own, programs, tower_visits, tune_blocks
+from bench.programs import Profile, Program
 from bench.tune_blocks import Paged, Part, Shape, Tower
 from tests.tpu_compile import have_libtpu
 from tpu_vl.kernels.chips import CHIPS
+from tpu_vl.kernels.paged_attention import cases as paged_cases
 from tpu_vl.kernels.paged_attention.blocks import Blocks
 from tpu_vl.kernels.vision_attention import blocks as vision_blocks
 from tpu_vl.kernels.vision_attention import cases as vision_cases
@@ -112,6 +114,15 @@ def test_tables_of_blocks_are_python_and_short() -> None:
         tune_blocks.module("paged_attention", many)
 
 
+def profiles(*asked: Program) -> tuple[list[Profile], list[dict[tuple[str, ...], int]]]:
+    """On v6e, and the cycles of what has a name."""
+    found = programs.profile_each(asked, "v6e", quick=True)
+    good = [profile for profile in found if isinstance(profile, Profile)]
+    assert len(good) == len(asked), found
+    regions = [profile.kernel.regions for profile in good]
+    return good, [{r.labels: r.cycles for r in each if r.labels} for each in regions]
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not have_libtpu(), reason="libtpu, the TPU compiler, is not installed")
 def test_one_program_stands_for_all_cases_with_such_steps() -> None:
@@ -119,17 +130,26 @@ def test_one_program_stands_for_all_cases_with_such_steps() -> None:
     case = measure.one_device(vision_cases.REAL["qwen3_vl_8b_tower_4096_tp4"])
     sizes = (case.num_rows, case.num_heads, case.width, case.dtype)
     blocks = vision_blocks.formula(*sizes, V6E)
-    asked = [own.vision_program(case, blocks), own.vision_step(case, blocks)]
-    whole, small = programs.profile_each(asked, "v6e", quick=True)
-    assert not isinstance(whole, str), whole
-    assert not isinstance(small, str), small
-    cycles, others = (
-        {region.labels: region.cycles for region in profile.kernel.regions if region.labels}
-        for profile in (whole, small)
-    )
+    asked = own.vision_program(case, blocks), own.vision_step(case, blocks)
+    (whole, small), (cycles, others) = profiles(*asked)
     assert cycles.keys() == others.keys()
     for name in (("full_block",), ("border_block",), ("narrow_tiles",)):
         assert others[name] == cycles[name], name
     counts, steps = tower_visits.counts(case, blocks), own.vision_steps(case, blocks)
     found = small.kernel.cycles(counts, steps)
+    assert found == pytest.approx(whole.kernel.cycles(counts), rel=tune_blocks.GAIN / 2)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not have_libtpu(), reason="libtpu, the TPU compiler, is not installed")
+def test_one_program_stands_for_all_batches_that_decode() -> None:
+    """Blocks of decoding take as long beside the smallest prefill blocks."""
+    case = measure.one_device(paged_cases.REAL["qwen3_vl_8b_decode_4096_tp4"])
+    blocks = own.paged_blocks_of(case, V6E)
+    asked = own.paged_program(case, blocks), Paged().program(case, blocks)
+    (whole, small), (cycles, others) = profiles(*asked)
+    for name in (("decode_block",), ("decode_full",)):
+        assert others[name] == cycles[name], name
+    counts = own.paged_counts(case, blocks)
+    found = small.kernel.cycles(counts)
     assert found == pytest.approx(whole.kernel.cycles(counts), rel=tune_blocks.GAIN / 2)
