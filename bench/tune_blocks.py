@@ -145,13 +145,14 @@ class Tower:
         return [blocks for blocks in found if part.values(blocks) not in part.seconds]
 
     def fits(self, blocks: vision_blocks.Blocks, case: VisionCase) -> bool:
-        """Whether the sizes divide each other, and the case's."""
+        """Whether the sizes divide each other, and the case's, and a step takes so many heads."""
         large, small = sorted((blocks.queries, blocks.keys), reverse=True)
         return (
             large % small == 0
             and small % blocks.tile == 0
             and blocks.tile % 128 == 0
             and case.num_heads % blocks.heads == 0
+            and blocks.heads <= vision_blocks.most_heads(case.dtype)
             and large < 2 * max(case.num_rows, 128)
         )
 

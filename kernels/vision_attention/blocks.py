@@ -10,6 +10,7 @@ from tpu_vl.kernels.vision_attention.tuned import TABLE
 
 _SUBLANES = 8  # rows of 32 bits of a vector register
 _VMEM_SHARE = 0.75  # of the chip's; the rest is for what XLA keeps there around the kernel
+_HEADS_BYTES = 32  # bytes of one value of each head of a step: more compile for minutes
 _MIN_CHUNK = 4096  # keys: fewer at a time would cost more steps than another head is worth
 
 
@@ -31,6 +32,11 @@ class Blocks:
     tile: int
     heads: int
     chunk: int
+
+
+def most_heads(dtype: str) -> int:
+    """How many heads a step may compute: 16, of float32 8."""
+    return _HEADS_BYTES // jnp.dtype(dtype).itemsize
 
 
 def value_rows(width: int, dtype: str) -> int:
@@ -100,7 +106,7 @@ def formula(num_rows: int, num_heads: int, width: int, dtype: str, chip: Chip) -
         queries=size,
         keys=size,
         tile=256 if size == 512 else size,
-        heads=_divisor(num_heads, 32 // jnp.dtype(dtype).itemsize),
+        heads=_divisor(num_heads, most_heads(dtype)),
         chunk=round_up(num_rows, size),
     )
     for most in (8, 4):

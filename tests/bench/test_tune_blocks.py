@@ -102,6 +102,15 @@ def test_cases_of_a_shape_are_tuned_together() -> None:
     assert len(found.parts[0].cases) == 3
 
 
+def test_a_step_is_tried_with_no_more_heads_than_compile_in_seconds() -> None:
+    def tried(dtype: str) -> set[int]:
+        (found,) = Tower().shapes(V6E, f"qwen3_vl_8b_tower_1024{dtype}_tp1")
+        return {blocks.heads for blocks in Tower().untried(found, V6E)}
+
+    assert tried("_float32") == {4, 8}
+    assert tried("") == {8, 16}
+
+
 def test_tables_of_blocks_are_python_and_short() -> None:
     table = {("v6e", 8, 2, 128, 64, "bfloat16"): astuple(BLOCKS)}
     space: dict = {}
