@@ -1,10 +1,11 @@
 """Writes a table of block sizes from the model: `python -m bench.tune_blocks --op OP`.
 
 A shape begins with the formula's block sizes and goes on, round by round, to those beside the best
-so far: half and twice of each size. A program has one shape and many batches, so sizes are judged
-by the times of all cases of the shape, each of which counts alike. What is not at least GAIN better
-than the formula is not in the table. Shapes of other chips, or that no asked case has, keep the
-entries they have.
+so far: half and twice of each size. One compile each serves the search; the best few are compiled
+once more, without named scopes, for their exact times. A program has one shape and many batches, so
+sizes are judged by the times of all cases of the shape, each of which counts alike; of about equal
+ones those are taken whose slowest case loses least. What is not at least GAIN better than the
+formula is not in the table. Shapes that are not asked for keep theirs.
 """
 
 import argparse
@@ -31,7 +32,9 @@ from tpu_vl.kernels.vision_attention.cases import Case as VisionCase
 
 KERNELS = Path(__file__).resolve().parents[1] / "kernels"
 GAIN = 0.02  # a table entry is worth at least this much time
+EQUAL = 0.01  # gains that differ by less are alike
 ROUNDS = 2
+FINALISTS = 4  # timed exactly: the search's times are up to 4 % too long, of some blocks more
 MAX_LINES = 200
 CHIP_NAMES = ("v5e", "v6e", "tpu7x")
 # int8 for TPU v5 and v6, e4m3fn for 7x: what each multiplies.
@@ -60,15 +63,26 @@ class Part:
     def gain(self, values: tuple[int, ...], formula: tuple[int, ...]) -> float:
         """How much less time the cases take than by the formula, by the geometric mean over them;
         none if one does not compile."""
+        ratios = self.ratios(values, formula)
+        return 1 - math.exp(sum(map(math.log, ratios)) / len(ratios)) if ratios else 0.0
+
+    def ratios(self, values: tuple[int, ...], formula: tuple[int, ...]) -> list[float]:
+        """The times of the cases over those by the formula; empty if one does not compile."""
         seconds, formula_s = self.seconds[values], self.seconds[formula]
-        if not seconds or len(seconds) != len(formula_s):
-            return 0.0
-        logs = [math.log(s / f) for s, f in zip(seconds, formula_s, strict=True)]
-        return 1 - math.exp(sum(logs) / len(logs))
+        if len(seconds) != len(formula_s):
+            return []
+        return [s / f for s, f in zip(seconds, formula_s, strict=True)]
 
     def best(self, formula: tuple[int, ...]) -> tuple[int, ...]:
         """The values with the largest gain."""
         return max(self.seconds, key=lambda values: (self.gain(values, formula), values == formula))
+
+    def choice(self, formula: tuple[int, ...]) -> tuple[int, ...] | None:
+        """What a table gets: of values that gain about as much as the best, those whose slowest
+        case loses least; None where the formula is as good."""
+        least = max(GAIN, self.gain(self.best(formula), formula) - EQUAL)
+        found = [values for values in self.seconds if self.gain(values, formula) >= least]
+        return min(found, key=lambda values: max(self.ratios(values, formula)), default=None)
 
 
 @dataclass(kw_only=True)
@@ -79,11 +93,17 @@ class Shape:
         key: as `pick_blocks` looks it up.
         formula: what it takes else.
         parts: what is tuned on its own.
+        names: of the cases.
     """
 
     key: Key
     formula: Any
     parts: list[Part]
+    names: list[str] = field(default_factory=list)
+
+    def is_of(self, words: Sequence[str]) -> bool:
+        """Whether the name of a case holds one of the words."""
+        return any(word in name for word in words for name in self.names)
 
     def best(self) -> Any:
         """The best blocks so far."""
@@ -97,8 +117,7 @@ class Shape:
         """The blocks that the table gets; None where the formula is as good."""
         changes: dict[str, int] = {}
         for part in self.parts:
-            formula = part.values(self.formula)
-            if part.seconds and part.gain(found := part.best(formula), formula) >= GAIN:
+            if part.seconds and (found := part.choice(part.values(self.formula))):
                 changes |= zip(part.fields, found, strict=True)
         return replace(self.formula, **changes) if changes else None
 
@@ -115,16 +134,17 @@ def neighbours(blocks: Any, names: Iterable[str]) -> Iterator[Any]:
 class Tower:
     """Tuning of vision_attention."""
 
-    def shapes(self, chip: Chip, wanted: str) -> list[Shape]:
+    def shapes(self, chip: Chip) -> list[Shape]:
         """The shapes of the real cases."""
         found: dict[Key, Shape] = {}
-        for case in map(measure.one_device, by_name(vision_cases.REAL, wanted)):
+        for name, case in one_device(vision_cases.REAL):
             sizes = (case.num_rows, case.num_heads, case.width, case.dtype)
             key = (chip.name, *sizes)
             if key not in found:
                 part = Part(fields=("queries", "keys", "tile", "heads", "chunk"), cases=[])
                 formula = vision_blocks.formula(*sizes, chip)
                 found[key] = Shape(key=key, formula=formula, parts=[part])
+            found[key].names.append(name)
             found[key].parts[0].cases.append(case)
         return list(found.values())
 
@@ -171,10 +191,10 @@ class Paged:
     other, decoding beside the least ones, which compile faster.
     """
 
-    def shapes(self, chip: Chip, wanted: str) -> list[Shape]:
+    def shapes(self, chip: Chip) -> list[Shape]:
         """The shapes of the real cases."""
         found: dict[Key, Shape] = {}
-        for case in map(measure.one_device, by_name(paged_cases.REAL, wanted)):
+        for name, case in one_device(paged_cases.REAL):
             if case.cache_dtype == FOREIGN_CACHE[chip.name]:
                 continue
             heads = (case.num_heads, case.num_kv_heads, case.width)
@@ -186,6 +206,7 @@ class Paged:
                 ]
                 formula = paged_blocks.formula(*heads, case.cache_dtype, chip)
                 found[key] = Shape(key=key, formula=self.fitted(case, formula, chip), parts=parts)
+            found[key].names.append(name)
             found[key].parts[max(case.q_lens) > 1].cases.append(case)
         return list(found.values())
 
@@ -227,26 +248,53 @@ class Paged:
 TOKENS = 1024  # of a program for all batches: a schedule does not depend on them
 
 
-def by_name(cases: Mapping[str, Any], wanted: str) -> list[Any]:
-    """The cases whose name holds that."""
-    return [case for name, case in cases.items() if wanted in name]
+def one_device(cases: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The cases with what one device has of them."""
+    return ((name, measure.one_device(case)) for name, case in cases.items())
 
 
 def climb(op: Tower | Paged, shapes: Sequence[Shape], chip: Chip) -> None:
-    """Fills `seconds` of every part, round by round; equal programs compile once."""
+    """Fills `seconds` of every part, round by round."""
     for number in range(ROUNDS):
         asked = [(shape, blocks) for shape in shapes for blocks in op.untried(shape, chip)]
         print(f"{chip.name}, round {number}: {len(asked)} block sizes", file=sys.stderr)
-        tasks: list[tuple[list[float], Candidate]] = []
-        for shape, blocks in asked:
-            for part in shape.parts:
-                if part.values(blocks) not in part.seconds:
-                    times = part.seconds[part.values(blocks)] = []
-                    tasks += [(times, op.candidate(case, blocks)) for case in part.cases]
-        profiles = programs.profile_each([c.program for _, c in tasks], chip.name, quick=True)
-        for (times, candidate), profile in zip(tasks, profiles, strict=True):
-            if not isinstance(profile, str):
-                times.append(measure.estimate(candidate, profile, chip).seconds)
+        fill(op, asked, chip, quick=True)
+
+
+def settle(op: Tower | Paged, shapes: Sequence[Shape], chip: Chip) -> None:
+    """Leaves each part the formula's values and the best few, with the times of exact schedules."""
+    asked = [(shape, blocks) for shape in shapes for blocks in finalists(shape)]
+    print(f"{chip.name}, exact: {len(asked)} block sizes", file=sys.stderr)
+    for shape in shapes:
+        for part in shape.parts:
+            part.seconds.clear()
+    fill(op, asked, chip, quick=False)
+
+
+def finalists(shape: Shape) -> list[Any]:
+    """The formula's blocks, and those with the best few values of each part."""
+    found = [shape.formula]
+    for part in shape.parts:
+        formula = part.values(shape.formula)
+        compiled = [values for values, seconds in part.seconds.items() if seconds]
+        by_gain = sorted(compiled, key=lambda values: -part.gain(values, formula))
+        for values in by_gain[:FINALISTS]:
+            found.append(replace(shape.formula, **dict(zip(part.fields, values, strict=True))))
+    return list(dict.fromkeys(found))
+
+
+def fill(op: Tower | Paged, asked: Sequence[tuple[Shape, Any]], chip: Chip, *, quick: bool) -> None:
+    """Times blocks for every part of their shape that lacks them; equal programs compile once."""
+    tasks: list[tuple[list[float], Candidate]] = []
+    for shape, blocks in asked:
+        for part in shape.parts:
+            if part.values(blocks) not in part.seconds:
+                times = part.seconds[part.values(blocks)] = []
+                tasks += [(times, op.candidate(case, blocks)) for case in part.cases]
+    profiles = programs.profile_each([c.program for _, c in tasks], chip.name, quick=quick)
+    for (times, candidate), profile in zip(tasks, profiles, strict=True):
+        if not isinstance(profile, str):
+            times.append(measure.estimate(candidate, profile, chip).seconds)
 
 
 def merged(
@@ -298,16 +346,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--op", choices=sorted(OPS), required=True)
     parser.add_argument("--target", choices=CHIP_NAMES, nargs="*", default=CHIP_NAMES)
-    parser.add_argument("--case", default="", help="only cases whose name holds this")
+    parser.add_argument(
+        "--case",
+        nargs="*",
+        default=[""],
+        help="only shapes of a case whose name holds one of these",
+    )
     flags = parser.parse_args()
     path = KERNELS / flags.op / "tuned.py"
     table: dict[Key, tuple[int, ...]] = runpy.run_path(str(path))["TABLE"]
     for chip in (CHIPS[name] for name in flags.target):
         op = OPS[flags.op]()
-        shapes = op.shapes(chip, flags.case)
-        climb(op, shapes, chip)
-        for shape in shapes:
-            print("\n".join(report(shape)), flush=True)
+        shapes = [shape for shape in op.shapes(chip) if shape.is_of(flags.case)]
+        for step in (climb, settle):
+            step(op, shapes, chip)
+            for shape in shapes:
+                print("\n".join(report(shape)), flush=True)
         table = merged(table, shapes)
         path.write_text(module(flags.op, table))
 
