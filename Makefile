@@ -68,7 +68,8 @@ deploy-lock:
 	mv $(LOCK).new $(LOCK)
 	rm -rf .venv-lock
 
-# Every real shape of the kernels through the TPU compiler for every chip, and the marks: an hour.
+# Every real shape of the kernels through the TPU compiler for every chip, real shapes through the
+# interpreter, and the marks: an hour and a half.
 kernels-all: dev
 	$(PYTEST) tests/kernels tests/bench -m ''
 	$(BIN)/python -m bench.kernels --marks

@@ -55,16 +55,21 @@ def vision_call(
 
 
 def vision_step(case: VisionCase, blocks: vision_blocks.Blocks) -> Program:
-    """The kernel alone, in a small grid of the same steps: one program serves many cases."""
+    """The kernel alone, in a small grid of the same steps: one program serves many cases.
+
+    A call of one or two steps is compiled as it is: the compiler makes less of so short a loop.
+    """
+    padded = vision_blocks.padded_rows(case.num_rows, blocks)
     longest = max(blocks.queries, blocks.keys)
-    chunks = 1 if blocks.chunk >= vision_blocks.padded_rows(case.num_rows, blocks) else 2
+    whole = vision_steps(case, blocks) <= 2
+    chunks = 1 if blocks.chunk >= padded else 2
     sizes = {
-        "num_rows": 2 * longest,
-        "num_heads": 2 * blocks.heads,
+        "num_rows": padded if whole else 2 * longest,
+        "num_heads": case.num_heads if whole else 2 * blocks.heads,
         "width": case.width,
         "dtype": case.dtype,
     }
-    small = replace(blocks, chunk=2 * longest // chunks)
+    small = blocks if whole else replace(blocks, chunk=2 * longest // chunks)
     return Program("own.vision_step_call", sizes | {"blocks": asdict(small)})
 
 

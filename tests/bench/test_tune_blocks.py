@@ -68,6 +68,16 @@ def test_a_table_keeps_the_entries_of_shapes_that_were_not_tuned() -> None:
     assert tune_blocks.merged(old, [shape({(512,): [1.0]}, {})]) == {("v5e", 8): (2,)}
 
 
+def test_a_call_of_few_steps_is_compiled_as_it_is() -> None:
+    case = measure.one_device(vision_cases.REAL["qwen3_vl_8b_tower_1024_tp1"])
+    blocks = vision_blocks.Blocks(queries=1024, keys=1024, tile=256, heads=16, chunk=1024)
+    sizes = own.vision_step(case, blocks).sizes
+    assert (sizes["num_rows"], sizes["num_heads"], sizes["blocks"]) == (1024, 16, asdict(blocks))
+    quarter = replace(blocks, heads=4)
+    sizes = own.vision_step(case, quarter).sizes
+    assert (sizes["num_rows"], sizes["num_heads"]) == (2048, 8)
+
+
 @pytest.mark.parametrize("op", [Tower(), Paged()])
 def test_the_search_goes_round_the_best_sizes_once(op: Tower | Paged) -> None:
     (found,) = asked(op, "qwen3_vl_8b_tower_4096_tp1" if isinstance(op, Tower) else "page16_tp4")
@@ -163,16 +173,17 @@ def profiles(*asked: Program) -> tuple[list[Profile], list[dict[tuple[str, ...],
 
 @pytest.mark.slow
 @pytest.mark.skipif(not have_libtpu(), reason="libtpu, the TPU compiler, is not installed")
-def test_one_program_stands_for_all_cases_with_such_steps() -> None:
+@pytest.mark.parametrize("name", ["qwen3_vl_8b_tower_4096_tp4", "qwen3_vl_8b_tower_1024_tp1"])
+def test_one_program_stands_for_all_cases_with_such_steps(name: str) -> None:
     """The blocks of a kernel take as long in the small program as in the whole call."""
-    case = measure.one_device(vision_cases.REAL["qwen3_vl_8b_tower_4096_tp4"])
+    case = measure.one_device(vision_cases.REAL[name])
     sizes = (case.num_rows, case.num_heads, case.width, case.dtype)
     blocks = vision_blocks.formula(*sizes, V6E)
     asked = own.vision_program(case, blocks), own.vision_step(case, blocks)
     (whole, small), (cycles, others) = profiles(*asked)
     assert cycles.keys() == others.keys()
-    for name in (("full_block",), ("border_block",), ("narrow_tiles",)):
-        assert others[name] == cycles[name], name
+    for labels in (("full_block",), ("border_block",), ("narrow_tiles",)):
+        assert others[labels] == cycles[labels], labels
     counts, steps = tower_visits.counts(case, blocks), own.vision_steps(case, blocks)
     found = small.kernel.cycles(counts, steps)
     assert found == pytest.approx(whole.kernel.cycles(counts), rel=tune_blocks.GAIN / 2)

@@ -44,13 +44,18 @@ def quantise(values: np.ndarray, step: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def make_inputs(
-    case: Case, seed: int = 0, implementation: str = "blocked", mesh: Mesh | None = None
+    case: Case,
+    seed: int = 0,
+    implementation: str = "blocked",
+    mesh: Mesh | None = None,
+    num_pages: int | None = None,
 ) -> tuple[jax.Array, ...]:
     """Inputs in which padding tokens, unwritten slots and unused pages are NaN, or -128 in int8."""
     rng = np.random.default_rng(seed)
     size, kv_lens = case.page_size, np.add(case.q_lens, case.past_lens).astype(np.int64)
     counts = [-(-int(n) // size) for n in kv_lens]
-    num_pages = case.num_seqs * case.max_pages + 3  # of the capacities only: one compilation
+    # Of the capacities only: one compilation.
+    num_pages = num_pages or case.num_seqs * case.max_pages + 3
     shape = api.cache_shape(
         num_pages,
         size,
@@ -66,9 +71,9 @@ def make_inputs(
     spread = 1 if make_scales(case) is None else 30
     for i, (count, past) in enumerate(zip(counts, case.past_lens, strict=True)):
         table[i, :count], free = free[:count], free[count:]
-        for at in range(past):
-            row = rng.normal(size=shape[2:]) * spread
-            pages[table[i, at // size], at % size] = np.clip(row, -127, 127)
+        at = np.arange(past)
+        rows = rng.normal(size=(past, *shape[2:])) * spread
+        pages[table[i, at // size], at % size] = np.clip(rows, -127, 127)
     tokens = rng.normal(size=(case.num_tokens, case.num_heads + 2 * case.num_kv_heads, case.width))
     tokens[sum(case.q_lens) :] = np.nan
     q, k, v = np.split(tokens, [case.num_heads, case.num_heads + case.num_kv_heads], axis=1)

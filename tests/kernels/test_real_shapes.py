@@ -1,0 +1,147 @@
+"""What one device computes of the real cases, in v6e's block sizes, in TPU interpret mode."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from bench import measure
+from tests.kernels import test_paged_attention as paged
+from tests.kernels import test_vision_attention as vision
+from tests.kernels.test_vision_attention_pallas import attend_by_entry
+from tpu_vl.kernels.paged_attention import cases as paged_cases
+from tpu_vl.kernels.paged_attention.cases import Case as PagedCase
+from tpu_vl.kernels.vision_attention import cases as vision_cases
+from tpu_vl.kernels.vision_attention.cases import Case as VisionCase
+
+pytestmark = pytest.mark.slow
+MOST_ROWS = 1024  # of a segment are compared, spread over it
+
+
+def shares(cases: Mapping[str, Any], **same: Any) -> dict[str, Any]:
+    """What one device has of the cases; of those that are then alike, but for `same`, the last."""
+    local = {name: measure.one_device(case) for name, case in cases.items()}
+    last = {replace(case, **same): name for name, case in local.items()}
+    return {name: local[name] for name in last.values()}
+
+
+# What takes seconds: few heads, or few patches.
+TOWERS = shares(
+    {n: case for n, case in vision_cases.REAL.items() if case.num_rows <= 4096 or case.tp == 8}
+)
+# A share of eight devices, and of four of the 8B and of the odd group of Qwen2.5-VL. One batch a
+# program: of ragged contexts, or decoding beside a chunk of a prompt.
+BATCHES = shares(
+    {
+        name: case
+        for name, case in paged_cases.REAL.items()
+        if case.tp == 8 or (case.tp == 4 and name.startswith(("qwen3_vl_8b", "qwen2_5")))
+    },
+    q_lens=(),
+    past_lens=(),
+)
+
+
+def softmax(logits: np.ndarray) -> np.ndarray:
+    weights = np.exp(logits - logits.max(-1, keepdims=True))
+    return weights / weights.sum(-1, keepdims=True)
+
+
+def tower_truth(
+    case: VisionCase, inputs: tuple[jax.Array, ...]
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Rows and their results in float32, segment by segment."""
+    q, k, v = (np.asarray(x, np.float32).swapaxes(0, 1) for x in inputs[:3])
+    start = 0
+    for size in case.segments:
+        rows = start + np.unique(np.linspace(0, size - 1, min(size, MOST_ROWS), dtype=int))
+        keys, out = slice(start, start + size), np.empty((len(rows), *q.shape[::2]), np.float32)
+        for head in range(case.num_heads):
+            weights = softmax(vision.SCALE * q[head, rows] @ k[head, keys].T)
+            out[:, head] = weights @ v[head, keys]
+        yield rows, out
+        start += size
+
+
+@pytest.mark.parametrize("name", TOWERS)
+def test_a_tower_equals_the_truth(name: str) -> None:
+    case = TOWERS[name]
+    inputs = vision.make_inputs(case)
+    found = np.asarray(attend_by_entry(*inputs), np.float32)
+    assert np.isfinite(found).all()
+    for rows, expected in tower_truth(case, inputs):
+        limit = vision.TOLERANCE[case.dtype]
+        np.testing.assert_allclose(found[rows], expected, rtol=0, atol=limit)
+
+
+def heads_of(case: PagedCase, rows: np.ndarray) -> np.ndarray:
+    """K and V [2, X, K, H] of rows of a page; a head wider than the lanes has several of each."""
+    parts = -(-case.width // rows.shape[-1])
+    rows = rows[:, : 2 * case.num_kv_heads * parts]
+    split = rows.reshape(len(rows), case.num_kv_heads, parts, 2, -1).transpose(3, 0, 1, 2, 4)
+    return split.reshape(2, len(rows), case.num_kv_heads, -1)[..., : case.width]
+
+
+def rows_of(kv: np.ndarray, num_rows: int, lanes: int) -> np.ndarray:
+    """What `heads_of` undoes; zeros where heads are narrower than the lanes, or too few."""
+    kv = np.pad(kv, [(0, 0)] * 3 + [(0, -kv.shape[-1] % lanes)])
+    split = kv.reshape(*kv.shape[:3], -1, lanes).transpose(1, 2, 3, 0, 4)
+    rows = split.reshape(kv.shape[1], -1, lanes)
+    return np.pad(rows, [(0, 0), (0, num_rows - rows.shape[1]), (0, 0)])
+
+
+def paged_truth(case: PagedCase, inputs: tuple[jax.Array, ...]) -> tuple[np.ndarray, np.ndarray]:
+    """Results in float32, and the pages as the new tokens leave them."""
+    q, k, v = (np.asarray(x, np.float32) for x in inputs[:3])
+    pages, table, out = np.array(inputs[3]), np.asarray(inputs[4]), np.zeros_like(q)
+    scales, kv = paged.make_scales(case), np.stack([k, v])
+    steps = np.ones((2, 1, case.num_kv_heads, 1), np.float32)
+    if scales is not None:
+        steps = np.asarray(scales)[:, None, :, None]
+        kv = np.stack(
+            [paged.quantise(x, s, case.cache_dtype) for x, s in zip(kv, steps, strict=True)]
+        )
+    start, group = 0, case.num_heads // case.num_kv_heads
+    for new, past, row in zip(case.q_lens, case.past_lens, table, strict=False):
+        tokens, at = slice(start, start + new), past + np.arange(new)
+        slots = row[at // case.page_size], at % case.page_size
+        pages[slots] = rows_of(kv[:, tokens], *pages.shape[2:])
+        used = pages[row[: -(-(past + new) // case.page_size)]]
+        context = used.reshape(-1, *pages.shape[2:])[: past + new].astype(np.float32)
+        keys, values = heads_of(case, context) * steps
+        hidden = np.arange(past + new) > at[:, None]
+        for head in range(case.num_heads):
+            logits = paged.SCALE * q[tokens, head] @ keys[:, head // group].T
+            weights = softmax(np.where(hidden, -np.inf, logits))
+            out[tokens, head] = weights @ values[:, head // group]
+        start += new
+    return out, pages
+
+
+@pytest.mark.parametrize("name", BATCHES)
+def test_paged_attention_equals_the_truth(name: str) -> None:
+    case = BATCHES[name]
+    lens = np.add(case.q_lens, case.past_lens)
+    num_pages = int((-(-lens // case.page_size)).sum()) + 3
+    inputs = paged.make_inputs(case, implementation="pallas", num_pages=num_pages)
+    expected, expected_pages = paged_truth(case, inputs)
+    scales = paged.make_scales(case)
+    found, pages = paged.attend(*inputs, implementation="pallas", scales=scales)
+    live, limit = sum(case.q_lens), paged.TOLERANCE[case.dtype]
+    np.testing.assert_allclose(
+        np.asarray(found, np.float32)[:live], expected[:live], rtol=0, atol=limit
+    )
+    unsigned = f"uint{8 * expected_pages.dtype.itemsize}"
+    np.testing.assert_array_equal(np.asarray(pages).view(unsigned), expected_pages.view(unsigned))
+
+
+def test_the_comparison_fails_where_a_causal_limit_is_off_by_one() -> None:
+    case = replace(paged_cases.SMALL["chunk"], dtype="bfloat16", cache_dtype="bfloat16")
+    inputs = paged.make_inputs(case, implementation="pallas")
+    expected, _ = paged_truth(case, inputs)
+    np.testing.assert_allclose(expected, paged.truth(case, inputs)[0], rtol=0, atol=1e-5)
+    off, _ = paged.truth(case, inputs, shift=1)
+    assert np.abs(expected - off).max() > paged.TOLERANCE[case.dtype]
