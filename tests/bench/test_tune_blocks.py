@@ -173,10 +173,9 @@ def profiles(*asked: Program) -> tuple[list[Profile], list[dict[tuple[str, ...],
 
 @pytest.mark.slow
 @pytest.mark.skipif(not have_libtpu(), reason="libtpu, the TPU compiler, is not installed")
-@pytest.mark.parametrize("name", ["qwen3_vl_8b_tower_4096_tp4", "qwen3_vl_8b_tower_1024_tp1"])
-def test_one_program_stands_for_all_cases_with_such_steps(name: str) -> None:
+def test_one_program_stands_for_all_cases_with_such_steps() -> None:
     """The blocks of a kernel take as long in the small program as in the whole call."""
-    case = measure.one_device(vision_cases.REAL[name])
+    case = measure.one_device(vision_cases.REAL["qwen3_vl_8b_tower_4096_tp4"])
     sizes = (case.num_rows, case.num_heads, case.width, case.dtype)
     blocks = vision_blocks.formula(*sizes, V6E)
     asked = own.vision_program(case, blocks), own.vision_step(case, blocks)
