@@ -69,7 +69,7 @@ deploy-lock:
 	rm -rf .venv-lock
 
 # Every real shape of the kernels through the TPU compiler for every chip, real shapes through the
-# interpreter, and the marks: an hour and a half.
+# interpreter, and the marks: an hour.
 kernels-all: dev
 	$(PYTEST) tests/kernels tests/bench -m ''
 	$(BIN)/python -m bench.kernels --marks

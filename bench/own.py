@@ -60,16 +60,18 @@ def vision_step(case: VisionCase, blocks: vision_blocks.Blocks) -> Program:
     A call of one or two steps is compiled as it is: the compiler makes less of so short a loop.
     """
     padded = vision_blocks.padded_rows(case.num_rows, blocks)
-    longest = max(blocks.queries, blocks.keys)
-    whole = vision_steps(case, blocks) <= 2
-    chunks = 1 if blocks.chunk >= padded else 2
+    if vision_steps(case, blocks) <= 2:
+        num_rows, num_heads, small = padded, case.num_heads, blocks
+    else:
+        num_rows, num_heads = 2 * max(blocks.queries, blocks.keys), 2 * blocks.heads
+        chunks = 1 if blocks.chunk >= padded else 2
+        small = replace(blocks, chunk=num_rows // chunks)
     sizes = {
-        "num_rows": padded if whole else 2 * longest,
-        "num_heads": case.num_heads if whole else 2 * blocks.heads,
+        "num_rows": num_rows,
+        "num_heads": num_heads,
         "width": case.width,
         "dtype": case.dtype,
     }
-    small = blocks if whole else replace(blocks, chunk=2 * longest // chunks)
     return Program("own.vision_step_call", sizes | {"blocks": asdict(small)})
 
 

@@ -34,7 +34,7 @@ KERNELS = Path(__file__).resolve().parents[1] / "kernels"
 GAIN = 0.02  # a table entry is worth at least this much time
 EQUAL = 0.01  # gains that differ by less are alike
 ROUNDS = 2
-FINALISTS = 4  # timed exactly: the search's times are up to 4 % too long, of some blocks more
+FINALISTS = 4  # timed exactly: the search's times are too long, by up to 4 %, not all alike
 MAX_LINES = 200
 CHIP_NAMES = ("v5e", "v6e", "tpu7x")
 # int8 for TPU v5 and v6, e4m3fn for 7x: what each multiplies.

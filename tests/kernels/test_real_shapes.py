@@ -94,7 +94,10 @@ def rows_of(kv: np.ndarray, num_rows: int, lanes: int) -> np.ndarray:
 
 
 def paged_truth(case: PagedCase, inputs: tuple[jax.Array, ...]) -> tuple[np.ndarray, np.ndarray]:
-    """Results in float32, and the pages as the new tokens leave them."""
+    """Results in float32, and the pages as the new tokens leave them.
+
+    In numpy alone: the kernel shares the functions of pages.py that lay rows out and quantise.
+    """
     q, k, v = (np.asarray(x, np.float32) for x in inputs[:3])
     pages, table, out = np.array(inputs[3]), np.asarray(inputs[4]), np.zeros_like(q)
     scales, kv = paged.make_scales(case), np.stack([k, v])
