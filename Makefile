@@ -68,10 +68,11 @@ deploy-lock:
 	mv $(LOCK).new $(LOCK)
 	rm -rf .venv-lock
 
-# Every real shape of the kernels through the TPU compiler for every chip, real shapes through the
-# interpreter, and the marks: an hour.
+# Every real shape of the kernels through the TPU compiler for every chip and, as one device has it,
+# through the interpreter; and the marks. Two hours of two cores; 8 GiB for each of JOBS.
+JOBS ?= 2
 kernels-all: dev
-	$(PYTEST) tests/kernels tests/bench -m ''
+	$(PYTEST) tests/kernels tests/bench -m '' -n $(JOBS) --dist worksteal
 	$(BIN)/python -m bench.kernels --marks
 
 clean:

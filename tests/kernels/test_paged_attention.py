@@ -72,7 +72,7 @@ def make_inputs(
     for i, (count, past) in enumerate(zip(counts, case.past_lens, strict=True)):
         table[i, :count], free = free[:count], free[count:]
         at = np.arange(past)
-        rows = rng.normal(size=(past, *shape[2:])) * spread
+        rows = rng.standard_normal((past, *shape[2:]), np.float32) * spread
         pages[table[i, at // size], at % size] = np.clip(rows, -127, 127)
     tokens = rng.normal(size=(case.num_tokens, case.num_heads + 2 * case.num_kv_heads, case.width))
     tokens[sum(case.q_lens) :] = np.nan

@@ -17,32 +17,20 @@ from tpu_vl.kernels.paged_attention.cases import Case as PagedCase
 from tpu_vl.kernels.vision_attention import cases as vision_cases
 from tpu_vl.kernels.vision_attention.cases import Case as VisionCase
 
-pytestmark = pytest.mark.slow
+# Most take seconds, 65,536 patches in sixteen heads a quarter of an hour.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 MOST_ROWS = 1024  # of a segment are compared, spread over it
 
 
-def shares(cases: Mapping[str, Any], **same: Any) -> dict[str, Any]:
-    """What one device has of the cases; of those that are then alike, but for `same`, the last."""
+def shares(cases: Mapping[str, Any]) -> dict[str, Any]:
+    """What one device has of the cases; of those that are then alike, one."""
     local = {name: measure.one_device(case) for name, case in cases.items()}
-    last = {replace(case, **same): name for name, case in local.items()}
-    return {name: local[name] for name in last.values()}
+    names = {case: name for name, case in local.items()}
+    return {name: case for case, name in names.items()}
 
 
-# What takes seconds: few heads, or few patches.
-TOWERS = shares(
-    {n: case for n, case in vision_cases.REAL.items() if case.num_rows <= 4096 or case.tp == 8}
-)
-# A share of eight devices, and of four of the 8B and of the odd group of Qwen2.5-VL. One batch a
-# program: of ragged contexts, or decoding beside a chunk of a prompt.
-BATCHES = shares(
-    {
-        name: case
-        for name, case in paged_cases.REAL.items()
-        if case.tp == 8 or (case.tp == 4 and name.startswith(("qwen3_vl_8b", "qwen2_5")))
-    },
-    q_lens=(),
-    past_lens=(),
-)
+TOWERS = shares(vision_cases.REAL)
+BATCHES = shares(paged_cases.REAL)
 
 
 def softmax(logits: np.ndarray) -> np.ndarray:
