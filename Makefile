@@ -69,7 +69,7 @@ deploy-lock:
 	rm -rf .venv-lock
 
 # Every real shape of the kernels through the TPU compiler for every chip and, as one device has it,
-# through the interpreter; and the marks. Two hours of two cores; 8 GiB for each of JOBS.
+# through the interpreter; and the marks. More than an hour of two cores; 8 GiB for each of JOBS.
 JOBS ?= 2
 kernels-all: dev
 	$(PYTEST) tests/kernels tests/bench -m '' -n $(JOBS) --dist worksteal

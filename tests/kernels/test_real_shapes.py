@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -17,9 +18,11 @@ from tpu_vl.kernels.paged_attention.cases import Case as PagedCase
 from tpu_vl.kernels.vision_attention import cases as vision_cases
 from tpu_vl.kernels.vision_attention.cases import Case as VisionCase
 
-# Most take seconds, 65,536 patches in sixteen heads a quarter of an hour.
+# Most take less than a minute; 65,536 patches in sixteen heads take many.
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 MOST_ROWS = 1024  # of a segment are compared, spread over it
+# For the weights, which the kernels round to the inputs' type; the result's own rounding is apart.
+ATOL = {"float32": 1e-5, "bfloat16": 1e-2}
 
 
 def shares(cases: Mapping[str, Any]) -> dict[str, Any]:
@@ -31,6 +34,11 @@ def shares(cases: Mapping[str, Any]) -> dict[str, Any]:
 
 TOWERS = shares(vision_cases.REAL)
 BATCHES = shares(paged_cases.REAL)
+
+
+def check(found: np.ndarray, expected: np.ndarray, dtype: str) -> None:
+    half_ulp = float(jnp.finfo(dtype).eps) / 2
+    np.testing.assert_allclose(found, expected, rtol=half_ulp, atol=ATOL[dtype])
 
 
 def softmax(logits: np.ndarray) -> np.ndarray:
@@ -61,8 +69,7 @@ def test_a_tower_equals_the_truth(name: str) -> None:
     found = np.asarray(attend_by_entry(*inputs), np.float32)
     assert np.isfinite(found).all()
     for rows, expected in tower_truth(case, inputs):
-        limit = vision.TOLERANCE[case.dtype]
-        np.testing.assert_allclose(found[rows], expected, rtol=0, atol=limit)
+        check(found[rows], expected, case.dtype)
 
 
 def heads_of(case: PagedCase, rows: np.ndarray) -> np.ndarray:
@@ -121,10 +128,8 @@ def test_paged_attention_equals_the_truth(name: str) -> None:
     expected, expected_pages = paged_truth(case, inputs)
     scales = paged.make_scales(case)
     found, pages = paged.attend(*inputs, implementation="pallas", scales=scales)
-    live, limit = sum(case.q_lens), paged.TOLERANCE[case.dtype]
-    np.testing.assert_allclose(
-        np.asarray(found, np.float32)[:live], expected[:live], rtol=0, atol=limit
-    )
+    live = sum(case.q_lens)
+    check(np.asarray(found, np.float32)[:live], expected[:live], case.dtype)
     unsigned = f"uint{8 * expected_pages.dtype.itemsize}"
     np.testing.assert_array_equal(np.asarray(pages).view(unsigned), expected_pages.view(unsigned))
 
@@ -135,4 +140,5 @@ def test_the_comparison_fails_where_a_causal_limit_is_off_by_one() -> None:
     expected, _ = paged_truth(case, inputs)
     np.testing.assert_allclose(expected, paged.truth(case, inputs)[0], rtol=0, atol=1e-5)
     off, _ = paged.truth(case, inputs, shift=1)
-    assert np.abs(expected - off).max() > paged.TOLERANCE[case.dtype]
+    with pytest.raises(AssertionError, match="Not equal to tolerance"):
+        check(off, expected, case.dtype)
