@@ -18,7 +18,7 @@ from tpu_vl.kernels.paged_attention.cases import Case as PagedCase
 from tpu_vl.kernels.vision_attention import cases as vision_cases
 from tpu_vl.kernels.vision_attention.cases import Case as VisionCase
 
-# Most take minutes at most; 65,536 patches in sixteen heads take many.
+# Minutes each at most, but for 65,536 patches in sixteen heads: twenty.
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 MOST_ROWS = 1024  # of a segment are compared, spread over it
 # What float32 sums and powers of two add to the roundings that `check` allows.
